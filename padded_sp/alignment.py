@@ -1,0 +1,259 @@
+"""What each recipe, tp and cp demands of a packed layout, as data; and the least padding for it.
+
+Linears need nothing per sequence, only totals; context parallelism alone needs each sequence to
+split into ``2 * cp_size`` chunks. So the least legal layout pads sequences to that, and the total to
+one multiple more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import TYPE_CHECKING, Literal, get_args
+
+from padded_sp.boundaries import check_lengths, check_size, host_lengths
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from padded_sp.meta import PaddedSeqMeta
+
+Recipe = Literal["bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8"]
+Placement = Literal["tail", "own_entry", "each_sequence"]
+
+
+@dataclass(frozen=True)
+class RecipeRule:
+    """What Transformer Engine's linears demand of the rows, on Hopper and later.
+
+    Attributes:
+        rows_per_rank: each rank's rows must be a multiple of this.
+        rows: all rows (T) must be a multiple of this.
+        reason: what breaks otherwise, for error messages.
+    """
+
+    rows_per_rank: int
+    rows: int
+    reason: str
+
+
+_ANY_ROWS = RecipeRule(1, 1, "the reduce-scatter needs T % tp_size == 0")
+_FP8_GEMM = RecipeRule(8, 16, "FP8 GEMMs need 8 rows per rank, their wgrad T % 16 == 0")
+_FP8_BLOCKS = RecipeRule(128, 16, "blocks of 128 rows must not straddle ranks to travel as FP8")
+_MX_BLOCKS = RecipeRule(32, 32, "MXFP8 scales blocks of 32 rows")
+
+#: recipe -> (its rule, its rule where FP8 travels between ranks).
+RECIPES: dict[str, tuple[RecipeRule, RecipeRule]] = {
+    "bf16": (_ANY_ROWS, _ANY_ROWS),
+    "fp8_delayed": (_FP8_GEMM, _FP8_GEMM),
+    "fp8_current": (_FP8_GEMM, _FP8_GEMM),
+    "fp8_blockwise": (_FP8_GEMM, _FP8_BLOCKS),
+    "mxfp8": (_MX_BLOCKS, _MX_BLOCKS),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Real and padded lengths of a layout; a policy may have appended zero-length entries.
+
+    Attributes:
+        seq_lens: real lengths, in tokens.
+        padded_lens: padded lengths, in rows.
+    """
+
+    seq_lens: tuple[int, ...]
+    padded_lens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """The real rows."""
+        return sum(self.seq_lens)
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, pads included."""
+        return sum(self.padded_lens)
+
+    def waste(self) -> float:
+        """The share of the rows that are pads, from 0 to 1."""
+        return 1 - self.num_tokens / self.num_rows if self.num_rows else 0.0
+
+
+@dataclass(frozen=True)
+class AlignPolicy:
+    """The alignment that a recipe and a parallel layout need, and where its padding goes.
+
+    Args:
+        recipe: the FP8 recipe of the linears, or "bf16".
+        tp_size: ranks that share the rows (tensor and sequence parallelism).
+        cp_size: ranks that share each sequence (context parallelism).
+        fp8_wire: with "fp8_blockwise" and ``tp_size > 1``, let gathers travel as FP8, which needs
+            128 rows per rank. False: they travel as BF16 and 8 rows do.
+        sequence_multiple: a further multiple of every padded length, in rows.
+        total_multiple: a further multiple of the total, in rows.
+        bucket: totals go up to a multiple of it (an int), or to the least listed size that holds
+            them (a sequence of ints): fewer distinct shapes.
+        num_sequences: zero-length entries fill the arrays up to this many sequences.
+        placement: where the rows go that only the total needs: "tail" lengthens the last padded
+            length, "own_entry" adds a zero-length entry for them, "each_sequence" aligns every
+            padded length to the total's multiple.
+
+    Raises: ValueError: an unknown recipe or placement; sizes or multiples below 1.
+    Source: TransformerEngine ``transformer_engine/pytorch/utils.py`` (assert_dim_for_fp8_exec),
+        ``transformer_engine/pytorch/distributed.py`` (gather_along_first_dim).
+    """
+
+    recipe: Recipe = "bf16"
+    tp_size: int = 1
+    cp_size: int = 1
+    fp8_wire: bool = True
+    sequence_multiple: int = 1
+    total_multiple: int = 1
+    bucket: int | Sequence[int] | None = None
+    num_sequences: int | None = None
+    placement: Placement = "tail"
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {self.recipe!r}; known: {', '.join(RECIPES)}")
+        if self.placement not in get_args(Placement):
+            raise ValueError(
+                f"unknown placement {self.placement!r}; known: {', '.join(get_args(Placement))}"
+            )
+        for name in ("tp_size", "cp_size", "sequence_multiple", "total_multiple"):
+            check_size(getattr(self, name), name)
+        if self.num_sequences is not None:
+            check_size(self.num_sequences, "num_sequences")
+        if isinstance(self.bucket, int):
+            check_size(self.bucket, "bucket")
+        elif self.bucket is not None:
+            sizes = host_lengths(self.bucket, "bucket")
+            if not sizes:
+                raise ValueError("bucket is an empty list of sizes; pass None for no buckets")
+            for size in sizes:
+                check_size(size, "bucket")
+            object.__setattr__(self, "bucket", tuple(sorted(sizes)))  # hashable, like the rest
+
+    @property
+    def rule(self) -> RecipeRule:
+        """The recipe's rule with this tp size and wire."""
+        plain, on_the_wire = RECIPES[self.recipe]
+        return on_the_wire if self.fp8_wire and self.tp_size > 1 else plain
+
+    @property
+    def sequence_alignment(self) -> int:
+        """The multiple of every padded length, in rows."""
+        return lcm(self._chunks, self.sequence_multiple)
+
+    @property
+    def total_alignment(self) -> int:
+        """The multiple of the total, in rows. Context parallelism splits the rows first."""
+        rows = lcm(self.rule.rows_per_rank * self.tp_size, self.rule.rows)
+        return lcm(self._chunks, self.cp_size * rows, self.total_multiple)
+
+    @property
+    def _chunks(self) -> int:
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    def plan(self, seq_lens: Sequence[int] | Tensor) -> Plan:
+        """The layout with the fewest pad rows that this policy allows.
+
+        Args: seq_lens: real lengths on the host, in tokens; 0 is legal.
+        Raises: ValueError: no sequence; negative lengths; more sequences than ``num_sequences``;
+            more rows than the largest bucket.
+        """
+        real = host_lengths(seq_lens, "seq_lens")
+        check_lengths(real, tuple(max(0, n) for n in real))
+        each = self.sequence_alignment
+        if self.placement == "each_sequence":
+            each = lcm(each, self.total_alignment)
+        padded = [_round_up(n, each) for n in real]
+        rest = self._total(sum(padded)) - sum(padded)
+        entries = [*real]
+        if rest and self.placement == "own_entry":
+            entries.append(0)
+            padded.append(rest)
+        else:
+            padded[-1] += rest
+        missing = 0
+        if self.num_sequences is not None:
+            missing = self.num_sequences - len(entries)
+            if missing < 0:
+                raise ValueError(
+                    f"{len(entries)} entries exceed num_sequences={self.num_sequences}; raise it, "
+                    "or put fewer sequences into the pack"
+                )
+        return Plan((*entries, *[0] * missing), (*padded, *[0] * missing))
+
+    def _total(self, rows: int) -> int:
+        """The least legal total that holds ``rows``."""
+        aligned = _round_up(rows, self.total_alignment)
+        if self.bucket is None:
+            return aligned
+        if isinstance(self.bucket, int):
+            return _round_up(aligned, lcm(self.bucket, self.total_alignment))
+        for size in self.bucket:
+            size = _round_up(size, self.total_alignment)
+            if size >= aligned:
+                return size
+        raise ValueError(
+            f"{aligned} rows exceed the largest bucket, {self.bucket[-1]}; add a larger bucket, or "
+            "put fewer sequences into the pack"
+        )
+
+    def waste(self, seq_lens: Sequence[int] | Tensor) -> float:
+        """The share of the planned rows that are pads, from 0 to 1."""
+        return self.plan(seq_lens).waste()
+
+    def check(self, meta: PaddedSeqMeta) -> None:
+        """Raises ValueError where the rules do not hold for a layout that exists already.
+
+        Reads host integers only. The message names the rule, the rows, the recipe and the least
+        legal plan. Buckets and ``num_sequences`` shape plans and are not demanded of a layout.
+        """
+        share = self.tp_size * self.cp_size
+        rows = meta.num_rows
+        if rows % share:
+            self._refuse(meta, f"{rows} rows do not divide over tp {self.tp_size} x cp {self.cp_size}")
+        local = rows // share
+        if local % self.rule.rows_per_rank:
+            self._refuse(
+                meta,
+                f"{local} rows per rank (of {rows}) are no multiple of {self.rule.rows_per_rank}",
+            )
+        if rows // self.cp_size % self.rule.rows:
+            self._refuse(
+                meta, f"{rows // self.cp_size} rows are no multiple of {self.rule.rows}"
+            )
+        if rows % self.total_alignment:
+            self._refuse(meta, f"{rows} rows are no multiple of {self.total_alignment}")
+        if meta.is_capacity or self.sequence_alignment == 1:
+            return
+        for i, length in enumerate(meta.padded_lens):
+            if length % self.sequence_alignment:
+                self._refuse(
+                    meta,
+                    f"sequence {i} has {length} padded rows, no multiple of "
+                    f"{self.sequence_alignment} (cp {self.cp_size} needs "
+                    f"{self._chunks} chunks, sequence_multiple is {self.sequence_multiple})",
+                )
+
+    def _refuse(self, meta: PaddedSeqMeta, problem: str) -> None:
+        wire = ""
+        if self.rule is _FP8_BLOCKS:
+            cheaper = replace(self, fp8_wire=False).total_alignment
+            wire = f" (fp8_wire=False gathers in BF16 and needs multiples of {cheaper})"
+        least = ""
+        if not meta.is_capacity:
+            bare = replace(self, bucket=None, num_sequences=None)
+            least = f"the least legal total is {bare.plan(meta.seq_lens).num_rows}{wire}; "
+        raise ValueError(
+            f"{self.recipe} at tp {self.tp_size}, cp {self.cp_size}: {problem}. "
+            f"{self.rule.reason}; {least}"
+            "PaddedSeqMeta.from_seq_lens(seq_lens, policy) plans it"
+        )
+
+
+def _round_up(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple

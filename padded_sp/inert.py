@@ -1,0 +1,95 @@
+"""Promise 2 in one place: what pad rows hold never reaches anything else, in either direction.
+
+Every layer is: check; ``x = inert_input(x, meta)``; ``y = op(x)``; ``return inert_output(y, meta)``.
+The op in the middle is a pure function, registered and differentiable; the writes to pad rows
+stay out here. A layer may overwrite pad rows, never real ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from padded_sp.meta import PaddedSeqMeta
+from padded_sp.padding import zero_padding_copy, zero_rows_
+
+
+def inert_input(
+    x: Tensor, meta: PaddedSeqMeta, *, first_row: int = 0, inplace: bool = True
+) -> Tensor:
+    """``x`` with pad rows exactly zero.
+
+    ``x`` [rows, ...] holds the rows from ``first_row`` on. Its pad rows are overwritten where that
+    is safe and cheap (see :func:`_may_overwrite`), else ``x`` is copied. The write does not bump the
+    version counter: relu, softmax and exp save their output, and an ordinary in-place write would
+    make their backward refuse it. Their gradient on these rows is zero anyway.
+    """
+    if not _has_pads(x, meta, first_row):
+        return x
+    if inplace and not torch.compiler.is_compiling() and _may_overwrite(x):
+        zero_rows_(x, meta, first_row)
+        return x
+    return zero_padding_copy(x, meta, first_row)
+
+
+def inert_output(
+    y: Tensor,
+    meta: PaddedSeqMeta,
+    *,
+    first_row: int = 0,
+    inplace: bool = True,
+    is_zero: bool = False,
+) -> Tensor:
+    """``y``, fresh from an op, with pad rows zero; the gradient that comes back for it likewise.
+
+    The gradient's pad rows are zeroed before the op's backward sees it: a dense gradient is
+    overwritten (the caller and siblings that share it may see the zeros), an expanded one copied.
+    ``is_zero``: the op is known to have left zeros in the pad rows.
+    """
+    if not _has_pads(y, meta, first_row):
+        return y
+    if torch.compiler.is_compiling():
+        return zero_padding_copy(y, meta, first_row)
+    if not is_zero:
+        zero_rows_(y, meta, first_row)
+    if y.requires_grad:
+
+        def zero_gradient(grad: Tensor) -> Tensor:
+            return inert_gradient(grad, meta, first_row=first_row, inplace=inplace)
+
+        y.register_hook(zero_gradient)
+    return y
+
+
+def inert_gradient(
+    grad: Tensor, meta: PaddedSeqMeta, *, first_row: int = 0, inplace: bool = True
+) -> Tensor:
+    """An incoming gradient with pad rows zero: overwritten where dense, else copied."""
+    if inplace and type(grad) is Tensor and not grad.requires_grad and _is_dense(grad):
+        zero_rows_(grad, meta, first_row)
+        return grad
+    return zero_padding_copy(grad, meta, first_row)
+
+
+def _has_pads(x: Tensor, meta: PaddedSeqMeta, first_row: int) -> bool:
+    """Whether the rows of ``x`` hold pads, from host counts; with capacity they may always."""
+    if not meta.has_padding or not x.numel():
+        return False
+    return meta.is_capacity or meta.num_pads_in(first_row, first_row + x.shape[0]) > 0
+
+
+def _may_overwrite(x: Tensor) -> bool:
+    """Not what the caller holds as data or parameter, nor a view of it; and memory of its own."""
+    if x.is_leaf or (x._base is not None and x._base.is_leaf):
+        return False
+    return type(x) is Tensor and _is_dense(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Dense and non-overlapping: each element has memory of its own, without gaps."""
+    expected = 1
+    for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda d: d[1]):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

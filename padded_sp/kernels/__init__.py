@@ -1,0 +1,1 @@
+"""Triton kernels. Each module is imported when its first kernel runs on a GPU, never before."""

@@ -1,0 +1,427 @@
+"""``PaddedSeqMeta``: the two boundary arrays of a packed batch, and all that follows from them.
+
+The real boundaries say what belongs to a sequence; the padded ones say where its rows lie in memory.
+Everything here is known on the host when a meta is built, so that nothing has to be read back from
+the device in a training step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from padded_sp import boundaries
+
+if TYPE_CHECKING:
+    from padded_sp.alignment import AlignPolicy
+
+_T = TypeVar("_T")
+_STALE: Final = "is a host count, which graph replays of a meta with capacity would find stale"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PaddedSeqMeta:
+    """The real and the padded boundaries of one packed batch.
+
+    Rows ``cu_seqlens_padded[i] .. cu_seqlens_padded[i] + seq_lens[i]`` of a packed tensor are the
+    real tokens of sequence ``i``; the rows from there to ``cu_seqlens_padded[i + 1]`` are its pads.
+    Build one with :meth:`from_seq_lens` or :meth:`from_cu_seqlens`, once per batch and before the
+    step. Letters: B sequences, T = ``num_rows``, N = ``num_tokens``.
+
+    Attributes:
+        cu_seqlens: int32 [B + 1], real boundaries: ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens.
+        cu_seqlens_padded: int32 [B + 1], boundaries of the layout, the last one is T. The same
+            object as ``cu_seqlens`` when nothing is padded, so that backends take their fast path.
+        max_seq_len: the longest *padded* length, in rows.
+        num_rows: T, rows of the packed tensors, a multiple of ``tp_size``.
+        tp_size: ranks that share the rows under sequence parallelism.
+        cp_size: ranks that share each sequence under context parallelism.
+        is_capacity: made by :meth:`with_capacity`, for CUDA graphs.
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+    max_seq_len: int
+    num_rows: int
+    tp_size: int
+    cp_size: int
+    is_capacity: bool
+    _seq_lens: tuple[int, ...]
+    _padded_lens: tuple[int, ...]
+    _cache: dict[Any, Any] = field(default_factory=dict)
+
+    # ---- building -------------------------------------------------------------------------------
+
+    @classmethod
+    def from_seq_lens(
+        cls,
+        seq_lens: Sequence[int] | Tensor,
+        policy: AlignPolicy | None = None,
+        *,
+        padded_lens: Sequence[int] | Tensor | None = None,
+        tp_size: int | None = None,
+        cp_size: int | None = None,
+        num_rows: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PaddedSeqMeta:
+        """Builds a meta from the real lengths, in tokens.
+
+        Args:
+            seq_lens: B lengths, integers on the host (a list, a NumPy array, a CPU tensor).
+            policy: plans the least legal padding. Without a policy and without ``padded_lens`` the
+                plan is that of ``AlignPolicy("bf16", tp_size, cp_size)``.
+            padded_lens: B lengths of a layout that exists already; a policy then only checks it.
+            tp_size, cp_size: default to the policy's, else 1.
+            num_rows: rows of the packed tensors if they are more than the lengths add up to; the
+                rest becomes a zero-length entry.
+            device: where the arrays go, by one pinned non-blocking copy. None means CPU.
+
+        Raises:
+            ValueError: no sequence; a negative length; a real length above its padded one; rows
+                that ``tp_size`` does not divide; a layout that the policy does not allow.
+        """
+        from padded_sp.alignment import AlignPolicy
+
+        tp_size = _size_like(policy, "tp_size", tp_size)
+        cp_size = _size_like(policy, "cp_size", cp_size)
+        real = boundaries.host_lengths(seq_lens, "seq_lens")
+        if padded_lens is not None:
+            padded = boundaries.host_lengths(padded_lens, "padded_lens")
+        else:
+            plan = (policy or AlignPolicy(tp_size=tp_size, cp_size=cp_size)).plan(real)
+            real, padded = plan.seq_lens, plan.padded_lens
+        meta = cls._build(real, padded, num_rows, tp_size, cp_size, device)
+        if policy is not None:
+            policy.check(meta)
+        return meta
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Sequence[int] | Tensor,
+        cu_seqlens_padded: Sequence[int] | Tensor | None = None,
+        *,
+        tp_size: int = 1,
+        cp_size: int = 1,
+        num_rows: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PaddedSeqMeta:
+        """Builds a meta from boundary arrays, taking the layout as it is.
+
+        Args:
+            cu_seqlens: int32 [B + 1], real boundaries, from 0.
+            cu_seqlens_padded: int32 [B + 1], boundaries of the layout. None: nothing is padded.
+            tp_size, cp_size: ranks that share the rows, and each sequence.
+            num_rows: rows of the packed tensors; more than the last boundary append a zero-length
+                entry, fewer raise.
+            device: where the meta's own arrays go. None means where ``cu_seqlens`` is.
+
+        Arrays on the host cost no synchronisation. Arrays on a device are read once, here: that
+        waits for the device, so build the meta outside the step.
+
+        Raises:
+            ValueError: arrays that do not start at 0, decrease, differ in length or are not int32;
+                a real length above its padded one; ``num_rows`` below the last padded boundary;
+                rows that ``tp_size`` does not divide.
+        """
+        if device is None and isinstance(cu_seqlens, Tensor):
+            device = cu_seqlens.device
+        real, padded = boundaries.lengths_from_cu_seqlens(cu_seqlens, cu_seqlens_padded)
+        return cls._build(real, padded, num_rows, tp_size, cp_size, device)
+
+    @classmethod
+    def _build(
+        cls,
+        seq_lens: tuple[int, ...],
+        padded_lens: tuple[int, ...],
+        num_rows: int | None,
+        tp_size: int,
+        cp_size: int,
+        device: torch.device | str | None,
+    ) -> PaddedSeqMeta:
+        boundaries.check_size(tp_size, "tp_size")
+        boundaries.check_size(cp_size, "cp_size")
+        boundaries.check_lengths(seq_lens, padded_lens)
+        seq_lens, padded_lens = boundaries.fill_up_to(num_rows, seq_lens, padded_lens)
+        rows = sum(padded_lens)
+        boundaries.check_shards(rows, tp_size)
+        real, padded = boundaries.to_device(seq_lens, padded_lens, torch.device(device or "cpu"))
+        return cls(
+            cu_seqlens=real,
+            cu_seqlens_padded=padded,
+            max_seq_len=max(padded_lens),
+            num_rows=rows,
+            tp_size=tp_size,
+            cp_size=cp_size,
+            is_capacity=False,
+            _seq_lens=seq_lens,
+            _padded_lens=padded_lens,
+        )
+
+    def to(self, device: torch.device | str) -> PaddedSeqMeta:
+        """This meta with its arrays on ``device``; itself if they are there already.
+
+        The arrays are made anew from the host lengths: nothing is read from the old device.
+        """
+        if self._lives_on(torch.device(device)):
+            return self
+        return self._build(
+            self.seq_lens, self.padded_lens, None, self.tp_size, self.cp_size, device
+        )
+
+    def _lives_on(self, device: torch.device) -> bool:
+        here = self.device
+        return here == device or (here.type == device.type and device.index is None)
+
+    # ---- counts on the host ---------------------------------------------------------------------
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """B real lengths, in tokens."""
+        return self._seq_lens if not self.is_capacity else self._stale("seq_lens")
+
+    @property
+    def padded_lens(self) -> tuple[int, ...]:
+        """B padded lengths, in rows."""
+        return self._padded_lens if not self.is_capacity else self._stale("padded_lens")
+
+    @property
+    def num_sequences(self) -> int:
+        """B, zero-length entries included."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the real rows."""
+        return self.cached("num_tokens", lambda: sum(self.seq_lens))
+
+    @property
+    def rows_per_rank(self) -> int:
+        """T / tp_size, the rows that each rank holds under sequence parallelism."""
+        return self.num_rows // self.tp_size
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether there are pad rows; with capacity there may always be."""
+        return self.is_capacity or self.cu_seqlens_padded is not self.cu_seqlens
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the arrays."""
+        return self.cu_seqlens.device
+
+    def waste(self) -> float:
+        """The share of the rows that are pads, from 0 to 1."""
+        return 1 - self.num_tokens / self.num_rows if self.num_rows else 0.0
+
+    def num_pads_in(self, start: int, stop: int) -> int:
+        """How many of the rows ``start .. stop`` are pads (a host count)."""
+        first, last = self._pads_before(start), self._pads_before(stop)
+        return last - first
+
+    def _pads_before(self, row: int) -> int:
+        starts, pads_before = self.cached("pads", self._count_pads)
+        i = bisect_left(starts, row) - 1  # the last sequence that starts above this row
+        if i < 0:
+            return 0
+        return pads_before[i] + max(0, row - starts[i] - self.seq_lens[i])
+
+    def _count_pads(self) -> tuple[list[int], list[int]]:
+        starts = list(itertools.accumulate(self.padded_lens, initial=0))[:-1]
+        pads = (p - s for s, p in zip(self.seq_lens, self.padded_lens, strict=True))
+        return starts, list(itertools.accumulate(pads, initial=0))[:-1]
+
+    # ---- derived tensors, computed on the device ------------------------------------------------
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """int32 [T]: the sequence that each row lies in, pads included."""
+        return self.cached("sequence_ids", self._make_sequence_ids)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [T]: 0, 1, 2, ... from each padded start, running on through the pads."""
+        return self.cached("position_ids", self._make_position_ids)
+
+    @property
+    def padding_mask(self) -> Tensor:
+        """bool [T], **True = pad**, as in Megatron's router and PyTorch's key_padding_mask."""
+        return self.cached("padding_mask", lambda: self._rows_left() <= 0)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [T]: True where the row has a real next row of its own sequence to predict."""
+        return self.cached("loss_mask", lambda: self._rows_left() > 1)
+
+    @property
+    def real_rows(self) -> Tensor:
+        """int64 [N]: the indices of the real rows, ascending."""
+        return self.cached("real_rows", self._make_real_rows)
+
+    @property
+    def pad_rows(self) -> Tensor:
+        """int64 [T - N]: the indices of the pad rows, ascending."""
+        return self.cached("pad_rows", self._make_pad_rows)
+
+    def pad_rows_in(self, start: int, stop: int) -> Tensor:
+        """int64: the pad rows among the rows ``start .. stop``, counted from ``start``."""
+        if (start, stop) == (0, self.num_rows):
+            return self.pad_rows
+        first, last = self._pads_before(start), self._pads_before(stop)
+        return self.cached(
+            ("pad_rows_in", start, stop), lambda: self.pad_rows[first:last] - start
+        )
+
+    def _make_sequence_ids(self) -> Tensor:
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.device)
+        ends = self.cu_seqlens_padded[1:].contiguous()
+        return torch.searchsorted(ends, rows, right=True, out_int32=True)
+
+    def _make_position_ids(self) -> Tensor:
+        rows = torch.arange(self.num_rows, device=self.device)
+        return rows - self.cu_seqlens_padded[self.sequence_ids]
+
+    def _rows_left(self) -> Tensor:
+        """int64 [T]: real rows of the own sequence from this row on; pads have 0 or less."""
+        lengths = self.cu_seqlens.diff()
+        return lengths[self.sequence_ids] - self.position_ids
+
+    def _make_real_rows(self) -> Tensor:
+        # The i-th token lies as far behind its padded start as i lies behind its real one.
+        tokens = torch.arange(self.num_tokens, dtype=torch.int32, device=self.device)
+        ends = self.cu_seqlens[1:].contiguous()
+        owner = torch.searchsorted(ends, tokens, right=True, out_int32=True)
+        return (tokens + (self.cu_seqlens_padded - self.cu_seqlens)[owner]).long()
+
+    def _make_pad_rows(self) -> Tensor:
+        # The j-th pad of all lies behind the tokens of its own sequence and of those before it.
+        count = self.num_rows - self.num_tokens
+        pads = torch.arange(count, dtype=torch.int32, device=self.device)
+        ends = (self.cu_seqlens_padded - self.cu_seqlens)[1:]
+        owner = torch.searchsorted(ends, pads, right=True, out_int32=True)
+        return (pads + self.cu_seqlens[1:][owner]).long()
+
+    def cached(self, key: Any, make: Callable[[], _T]) -> _T:
+        """``make()``, kept for the life of this meta.
+
+        Under capture of a CUDA graph nothing may be kept: a meta with capacity derives its tensors
+        anew at every access, so that the derivation is replayed with the graph. torch.compile
+        traces the derivation into its own graph.
+        """
+        if self.is_capacity or torch.compiler.is_compiling():
+            return make()
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    # ---- rows -----------------------------------------------------------------------------------
+
+    def shard(self, tensor: Tensor, tp_rank: int, tp_size: int | None = None) -> Tensor:
+        """The rows of ``tensor`` [T, ...] that rank ``tp_rank`` holds: a view, [T / tp_size, ...].
+
+        Raises: ValueError: ``tensor`` has not T rows; no such rank; T % tp_size.
+        """
+        tp_size = self.tp_size if tp_size is None else tp_size
+        self.check_rows(tensor, "tensor")
+        boundaries.check_shards(self.num_rows, tp_size)
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"tp_rank must be in 0..{tp_size - 1}, got {tp_rank}")
+        rows = self.num_rows // tp_size
+        return tensor[tp_rank * rows : (tp_rank + 1) * rows]
+
+    def check_rows(self, tensor: Tensor, name: str, shards: int = 1) -> None:
+        """Raises ValueError unless ``tensor`` has ``num_rows / shards`` rows."""
+        boundaries.check_shards(self.num_rows, shards)
+        rows = tensor.shape[0] if tensor.dim() else None
+        if rows != self.num_rows // shards:
+            share = f" / {shards} ranks = {self.num_rows // shards}" if shards > 1 else ""
+            raise ValueError(
+                f"{name} has {rows} rows, its meta has {self.num_rows}{share}. "
+                "Pass the meta that the tensor was packed with; pad(tokens, meta) packs real rows, "
+                "from_cu_seqlens(..., num_rows=) takes a longer buffer"
+            )
+
+    # ---- capacity for CUDA graphs ---------------------------------------------------------------
+
+    def with_capacity(
+        self, num_sequences: int, num_rows: int, max_seq_len: int
+    ) -> PaddedSeqMeta:
+        """A meta of fixed shape and address that holds this one's boundaries, for CUDA graphs.
+
+        Capture a step with it, then :meth:`copy_` the meta of each next batch into it between
+        replays. Unused rows belong to zero-length entries of at most ``max_seq_len`` rows.
+
+        Args:
+            num_sequences: entries, zero-length ones included.
+            num_rows: rows of every packed tensor of the captured step.
+            max_seq_len: bound of every padded length, in rows.
+
+        Raises: ValueError: the present boundaries do not fit.
+        """
+        boundaries.check_shards(num_rows, self.tp_size)
+        real, padded = boundaries.fit(
+            self.seq_lens, self.padded_lens, num_sequences, num_rows, max_seq_len
+        )
+        # Never one object for both: the next batch may be padded where this one is not.
+        cu_seqlens, cu_seqlens_padded = boundaries.to_device(
+            real, padded, self.device, share_equal=False
+        )
+        return PaddedSeqMeta(
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens_padded,
+            max_seq_len=max_seq_len,
+            num_rows=num_rows,
+            tp_size=self.tp_size,
+            cp_size=self.cp_size,
+            is_capacity=True,
+            _seq_lens=(),
+            _padded_lens=(),
+        )
+
+    def copy_(self, other: PaddedSeqMeta) -> PaddedSeqMeta:
+        """Refills a meta with capacity from ``other``, keeping its tensors' addresses.
+
+        One pinned non-blocking copy on the current stream; call it between graph replays.
+
+        Raises: ValueError: this meta has no capacity, or ``other`` does not fit into it.
+        """
+        if not self.is_capacity:
+            raise ValueError(
+                "copy_ refills metas made by with_capacity; any other meta is frozen: build a new "
+                "one for each batch"
+            )
+        real, padded = boundaries.fit(
+            other.seq_lens, other.padded_lens, self.num_sequences, self.num_rows, self.max_seq_len
+        )
+        boundaries.refill(self.cu_seqlens, self.cu_seqlens_padded, real, padded)
+        return self
+
+    def _stale(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"{name} {_STALE}. Use the arrays (cu_seqlens, padding_mask, position_ids) inside the "
+            "graph, and the meta that you copied in outside it"
+        )
+
+    def __repr__(self) -> str:
+        what = f"{self.num_sequences} sequences"
+        if self.is_capacity:
+            what += f", capacity of {self.num_rows} rows"
+        else:
+            what += f", {self.num_tokens} tokens in {self.num_rows} rows ({self.waste():.1%} pads)"
+        return f"PaddedSeqMeta({what}, tp {self.tp_size}, cp {self.cp_size}, {self.device})"
+
+
+def _size_like(policy: AlignPolicy | None, name: str, given: int | None) -> int:
+    """``tp_size`` or ``cp_size``: given, or the policy's; the two must not contradict."""
+    if policy is None:
+        return 1 if given is None else given
+    planned = getattr(policy, name)
+    if given is not None and given != planned:
+        raise ValueError(f"{name}={given} contradicts the policy's {name}={planned}; pass one")
+    return planned

@@ -1,0 +1,297 @@
+"""The ``ranks`` fixture, one body run on every rank of a process group, and ``--record``.
+
+Plain ``pytest`` starts CPU ranks on gloo, once per world size, and keeps them between tests.
+``torchrun --standalone --nproc-per-node N -m pytest tests/distributed`` makes each pytest process
+one rank, on NCCL where there are GPUs. The tests are the same: a module-level function
+``body(group, **kwargs)``, run by ``ranks.run(body, **kwargs)``, which returns every rank's value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import pickle
+import platform
+import queue
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD_SIZES = (1, 2, 3, 4)
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+ON_GPUS = UNDER_TORCHRUN and torch.cuda.is_available()
+RANK = int(os.environ.get("RANK", "0"))
+
+# NCCL builds its communicators inside the first collective, which takes tens of seconds.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120 if ON_GPUS else 15)
+# Longer than a collective, so that a rank stuck in one reports before it is given up on.
+OUTCOME_TIMEOUT = 2 * COLLECTIVE_TIMEOUT
+# Once one rank has failed, the others raise soon or are stuck in a collective with it.
+GRACE = timedelta(seconds=20)
+
+# What one rank made of a body: its traceback, or the value that it returned.
+Outcome = tuple[str | None, Any]
+
+
+# --- Ranks ---------------------------------------------------------------------------------------
+
+
+class SpawnedRanks:
+    """CPU ranks in child processes, started at the first body and anew after a failed one."""
+
+    backend = "gloo"
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+
+    def run(self, body: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Runs `body(group, **kwargs)` on every rank; returns the values in rank order, or fails
+        the test with every rank's traceback."""
+        if not self._processes:
+            self._start()
+        job = pickle.dumps((body, kwargs))
+        for jobs in self._jobs:
+            jobs.put(job)
+        outcomes = self._collect()
+        # A collective that one rank left early cannot be trusted again.
+        if len(outcomes) < self.world_size or any(error for error, _ in outcomes.values()):
+            self.restart()
+        return _values_or_fail(outcomes, self.world_size)
+
+    def restart(self) -> None:
+        """Ends these ranks; the next body starts new ones. For bodies that break their group."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+    def close(self) -> None:
+        for jobs in self._jobs if self._processes else ():
+            jobs.put(None)
+        for process in self._processes:
+            process.join(timeout=10)
+        self.restart()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        # Kept here: the store must outlive every rank that still talks to it.
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._jobs = [context.SimpleQueue() for _ in range(self.world_size)]
+        self._answers = context.Queue()
+        self._processes = [
+            context.Process(
+                target=_serve,
+                args=(rank, self.world_size, self._store.port, self._jobs[rank], self._answers),
+                daemon=True,
+            )
+            for rank in range(self.world_size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def _collect(self) -> dict[int, Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + OUTCOME_TIMEOUT.total_seconds()
+        while len(outcomes) < self.world_size and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                rank, outcome = self._answers.get(timeout=0.5)
+                outcomes[rank] = _unpacked(outcome)
+                continue
+            for rank, process in enumerate(self._processes):
+                if rank not in outcomes and not process.is_alive():
+                    outcomes[rank] = f"the process died with exit code {process.exitcode}", None
+        return outcomes
+
+
+class TorchrunRanks:
+    """This process is one rank. Outcomes are shared through a store, not through the group: a rank
+    that fails while the others wait in a collective must still be heard."""
+
+    def __init__(self) -> None:
+        device = None
+        if ON_GPUS:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        self.backend = "nccl" if ON_GPUS else "gloo"
+        dist.init_process_group(self.backend, timeout=COLLECTIVE_TIMEOUT, device_id=device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._bodies_run = 0
+        self._store = dist.PrefixStore("outcomes", dist.group.WORLD.get_group_store())
+
+    def run(self, body: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        self._bodies_run += 1
+        mine = _run_body(body, kwargs)
+        self._store.set(f"{self._bodies_run}/{self.rank}", _packed(mine))
+        outcomes = {self.rank: mine}
+        timeout = GRACE if mine[0] else OUTCOME_TIMEOUT
+        for rank in set(range(self.world_size)) - {self.rank}:
+            key = f"{self._bodies_run}/{rank}"
+            with contextlib.suppress(dist.DistError):
+                self._store.wait([key], timeout)
+                outcomes[rank] = _unpacked(self._store.get(key))
+            if rank not in outcomes or outcomes[rank][0]:
+                timeout = GRACE
+        return _values_or_fail(outcomes, self.world_size)
+
+    def restart(self) -> None:
+        pytest.fail("under torchrun a body must not break the group: skip this test there")
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def _serve(rank: int, world_size: int, port: int, jobs: Any, answers: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    while (job := jobs.get()) is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outcome = _run_body(*pickle.loads(job))
+        answers.put((rank, _packed(outcome)))
+    dist.destroy_process_group()
+
+
+def _run_body(body: Callable[..., Any], kwargs: dict[str, Any]) -> Outcome:
+    torch.manual_seed(0)
+    try:
+        value = body(dist.group.WORLD, **kwargs)
+        if ON_GPUS:
+            torch.cuda.synchronize()  # an error of this body must not surface in the next one
+        return None, value
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # pytest.fail and pytest.raises leave by one that is not an Exception
+        return traceback.format_exc(), None
+
+
+def _packed(outcome: Outcome) -> bytes:
+    """By value: a tensor in shared memory would die with the rank that made it."""
+    packed = io.BytesIO()
+    try:
+        torch.save(outcome, packed)
+    except Exception:
+        packed = io.BytesIO()
+        torch.save((f"its value cannot be pickled\n{traceback.format_exc()}", None), packed)
+    return packed.getvalue()
+
+
+def _unpacked(packed: bytes) -> Outcome:
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+
+
+def _values_or_fail(outcomes: dict[int, Outcome], world_size: int) -> list[Any]:
+    reports = [f"--- rank {r}\n{error}" for r, (error, _) in sorted(outcomes.items()) if error]
+    reports += [f"--- rank {r} never answered" for r in range(world_size) if r not in outcomes]
+    if reports:
+        pytest.fail("\n".join(reports), pytrace=False)
+    return [outcomes[r][1] for r in range(world_size)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "ranks" in metafunc.fixturenames:
+        sizes = (int(os.environ["WORLD_SIZE"]),) if UNDER_TORCHRUN else WORLD_SIZES
+        metafunc.parametrize(
+            "ranks", sizes, indirect=True, scope="session", ids=lambda n: f"world{n}"
+        )
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[SpawnedRanks | TorchrunRanks]:
+    launched = TorchrunRanks() if UNDER_TORCHRUN else SpawnedRanks(request.param)
+    yield launched
+    launched.close()
+
+
+# --- Results, kept beside the hash of the code that they are of -----------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record",
+        metavar="FILE",
+        type=Path,
+        help="write counts, failures, versions, GPU and the hash of the code to FILE as JSON",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if UNDER_TORCHRUN:  # the group is broken after a failed body: stop there, on every rank
+        config.option.maxfail = 1
+    record = config.getoption("record")
+    if record is not None and RANK == 0:
+        config.pluginmanager.register(_Recorder(record, config.rootpath), "record")
+
+
+class _Recorder:
+    """Counts outcomes and writes them when the session ends."""
+
+    def __init__(self, file: Path, root: Path) -> None:
+        self._file, self._root = file, root
+        self._counts = Counter(passed=0, failed=0, skipped=0)
+        self._failures: list[str] = []
+        # At the start: what runs is what was imported, not what was edited meanwhile.
+        self._tree = tree_id(root)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failures.append(f"{report.nodeid} ({report.when})")
+        if report.when == "call" or report.outcome != "passed":
+            self._counts[report.outcome] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._counts["failed"] += 1
+            self._failures.append(f"{report.nodeid} (collect)")
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        recorded = {
+            **self._counts,
+            "failures": self._failures,
+            "exit_status": int(exitstatus),
+            "arguments": list(session.config.invocation_params.args),
+            "world_sizes": [int(os.environ["WORLD_SIZE"])] if UNDER_TORCHRUN else WORLD_SIZES,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "versions": _versions(),
+            "tree_id": self._tree,
+        }
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(recorded, indent=2) + "\n")
+
+
+def tree_id(root: Path) -> str:
+    """One hash, 16 hexadecimal digits, of every .py file under padded_sp/ and tests/, as printed by
+    ``find padded_sp tests -name '*.py' -type f | LC_ALL=C sort | xargs sha256sum | sha256sum``."""
+    files = [path for top in ("padded_sp", "tests") for path in (root / top).rglob("*.py")]
+    names = sorted(str(path.relative_to(root)) for path in files if path.is_file())
+    lines = [f"{hashlib.sha256((root / n).read_bytes()).hexdigest()}  {n}\n" for n in names]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _versions() -> dict[str, str | None]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions["cuda"] = torch.version.cuda
+    versions["nccl"] = None
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    versions["triton"] = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["triton"] = importlib.metadata.version("triton")
+    return versions
