@@ -215,7 +215,9 @@ class AlignPolicy:
         share = self.tp_size * self.cp_size
         rows = meta.num_rows
         if rows % share:
-            self._refuse(meta, f"{rows} rows do not divide over tp {self.tp_size} x cp {self.cp_size}")
+            self._refuse(
+                meta, f"{rows} rows do not divide over tp {self.tp_size} x cp {self.cp_size}"
+            )
         local = rows // share
         if local % self.rule.rows_per_rank:
             self._refuse(
@@ -223,9 +225,7 @@ class AlignPolicy:
                 f"{local} rows per rank (of {rows}) are no multiple of {self.rule.rows_per_rank}",
             )
         if rows // self.cp_size % self.rule.rows:
-            self._refuse(
-                meta, f"{rows // self.cp_size} rows are no multiple of {self.rule.rows}"
-            )
+            self._refuse(meta, f"{rows // self.cp_size} rows are no multiple of {self.rule.rows}")
         if rows % self.total_alignment:
             self._refuse(meta, f"{rows} rows are no multiple of {self.total_alignment}")
         if meta.is_capacity or self.sequence_alignment == 1:

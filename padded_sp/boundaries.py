@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -123,7 +124,9 @@ def fit(
     """Spreads lengths over a capacity; zero-length entries of bounded size hold the rest."""
     used, longest, spare = sum(padded_lens), max(padded_lens), num_sequences - len(seq_lens)
     if longest > max_seq_len:
-        raise ValueError(f"a padded length of {longest} exceeds the capacity max_seq_len={max_seq_len}")
+        raise ValueError(
+            f"a padded length of {longest} exceeds the capacity max_seq_len={max_seq_len}"
+        )
     if used > num_rows:
         raise ValueError(f"{used} padded rows exceed the capacity num_rows={num_rows}")
     rest = num_rows - used
@@ -137,6 +140,23 @@ def fit(
     tail = [min(max_seq_len, rest - i * max_seq_len) for i in range(needed)]
     empty = (0,) * (spare - needed)
     return (*seq_lens, *(0 for _ in tail), *empty), (*padded_lens, *tail, *empty)
+
+
+class PadCount:
+    """Counts the pads before any row, from host lengths, in O(log B)."""
+
+    def __init__(self, seq_lens: tuple[int, ...], padded_lens: tuple[int, ...]) -> None:
+        pads = (padded - real for real, padded in zip(seq_lens, padded_lens, strict=True))
+        self._seq_lens = seq_lens
+        self._starts = list(itertools.accumulate(padded_lens, initial=0))[:-1]
+        self._pads_before = list(itertools.accumulate(pads, initial=0))[:-1]
+
+    def before(self, row: int) -> int:
+        """The pads among the rows below ``row``."""
+        i = bisect_left(self._starts, row) - 1  # the last sequence that starts below the row
+        if i < 0:
+            return 0
+        return self._pads_before[i] + max(0, row - self._starts[i] - self._seq_lens[i])
 
 
 def to_device(

@@ -95,9 +95,7 @@ def resolve_meta(meta: PaddedSeqMeta | None) -> PaddedSeqMeta:
             "a layer was recomputed during backward without its meta: checkpoint "
             "carry_meta(block) instead of block, or pass the meta as an argument"
         )
-    raise ValueError(
-        "no meta: pass one to the layer, or call it inside `with seq_meta(meta):`"
-    )
+    raise ValueError("no meta: pass one to the layer, or call it inside `with seq_meta(meta):`")
 
 
 def _backward_pass() -> int:

@@ -7,8 +7,6 @@ the device in a training step.
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from padded_sp import boundaries
+from padded_sp import boundaries, layout
 
 if TYPE_CHECKING:
     from padded_sp.alignment import AlignPolicy
@@ -222,32 +220,27 @@ class PaddedSeqMeta:
 
     def num_pads_in(self, start: int, stop: int) -> int:
         """How many of the rows ``start .. stop`` are pads (a host count)."""
-        first, last = self._pads_before(start), self._pads_before(stop)
-        return last - first
+        return self._pads_before(stop) - self._pads_before(start)
 
     def _pads_before(self, row: int) -> int:
-        starts, pads_before = self.cached("pads", self._count_pads)
-        i = bisect_left(starts, row) - 1  # the last sequence that starts above this row
-        if i < 0:
-            return 0
-        return pads_before[i] + max(0, row - starts[i] - self.seq_lens[i])
-
-    def _count_pads(self) -> tuple[list[int], list[int]]:
-        starts = list(itertools.accumulate(self.padded_lens, initial=0))[:-1]
-        pads = (p - s for s, p in zip(self.seq_lens, self.padded_lens, strict=True))
-        return starts, list(itertools.accumulate(pads, initial=0))[:-1]
+        count = self.cached("pads", lambda: boundaries.PadCount(self.seq_lens, self.padded_lens))
+        return count.before(row)
 
     # ---- derived tensors, computed on the device ------------------------------------------------
 
     @property
     def sequence_ids(self) -> Tensor:
         """int32 [T]: the sequence that each row lies in, pads included."""
-        return self.cached("sequence_ids", self._make_sequence_ids)
+        return self.cached(
+            "sequence_ids", lambda: layout.sequence_ids(self.cu_seqlens_padded, self.num_rows)
+        )
 
     @property
     def position_ids(self) -> Tensor:
         """int64 [T]: 0, 1, 2, ... from each padded start, running on through the pads."""
-        return self.cached("position_ids", self._make_position_ids)
+        return self.cached(
+            "position_ids", lambda: layout.position_ids(self.cu_seqlens_padded, self.sequence_ids)
+        )
 
     @property
     def padding_mask(self) -> Tensor:
@@ -259,53 +252,31 @@ class PaddedSeqMeta:
         """bool [T]: True where the row has a real next row of its own sequence to predict."""
         return self.cached("loss_mask", lambda: self._rows_left() > 1)
 
+    def _rows_left(self) -> Tensor:
+        return layout.rows_left(self.cu_seqlens, self.sequence_ids, self.position_ids)
+
     @property
     def real_rows(self) -> Tensor:
         """int64 [N]: the indices of the real rows, ascending."""
-        return self.cached("real_rows", self._make_real_rows)
+        return self.cached(
+            "real_rows",
+            lambda: layout.real_rows(self.cu_seqlens, self.cu_seqlens_padded, self.num_tokens),
+        )
 
     @property
     def pad_rows(self) -> Tensor:
         """int64 [T - N]: the indices of the pad rows, ascending."""
-        return self.cached("pad_rows", self._make_pad_rows)
+        pads = self.num_rows - self.num_tokens
+        return self.cached(
+            "pad_rows", lambda: layout.pad_rows(self.cu_seqlens, self.cu_seqlens_padded, pads)
+        )
 
     def pad_rows_in(self, start: int, stop: int) -> Tensor:
         """int64: the pad rows among the rows ``start .. stop``, counted from ``start``."""
         if (start, stop) == (0, self.num_rows):
             return self.pad_rows
         first, last = self._pads_before(start), self._pads_before(stop)
-        return self.cached(
-            ("pad_rows_in", start, stop), lambda: self.pad_rows[first:last] - start
-        )
-
-    def _make_sequence_ids(self) -> Tensor:
-        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.device)
-        ends = self.cu_seqlens_padded[1:].contiguous()
-        return torch.searchsorted(ends, rows, right=True, out_int32=True)
-
-    def _make_position_ids(self) -> Tensor:
-        rows = torch.arange(self.num_rows, device=self.device)
-        return rows - self.cu_seqlens_padded[self.sequence_ids]
-
-    def _rows_left(self) -> Tensor:
-        """int64 [T]: real rows of the own sequence from this row on; pads have 0 or less."""
-        lengths = self.cu_seqlens.diff()
-        return lengths[self.sequence_ids] - self.position_ids
-
-    def _make_real_rows(self) -> Tensor:
-        # The i-th token lies as far behind its padded start as i lies behind its real one.
-        tokens = torch.arange(self.num_tokens, dtype=torch.int32, device=self.device)
-        ends = self.cu_seqlens[1:].contiguous()
-        owner = torch.searchsorted(ends, tokens, right=True, out_int32=True)
-        return (tokens + (self.cu_seqlens_padded - self.cu_seqlens)[owner]).long()
-
-    def _make_pad_rows(self) -> Tensor:
-        # The j-th pad of all lies behind the tokens of its own sequence and of those before it.
-        count = self.num_rows - self.num_tokens
-        pads = torch.arange(count, dtype=torch.int32, device=self.device)
-        ends = (self.cu_seqlens_padded - self.cu_seqlens)[1:]
-        owner = torch.searchsorted(ends, pads, right=True, out_int32=True)
-        return (pads + self.cu_seqlens[1:][owner]).long()
+        return self.cached(("pad_rows_in", start, stop), lambda: self.pad_rows[first:last] - start)
 
     def cached(self, key: Any, make: Callable[[], _T]) -> _T:
         """``make()``, kept for the life of this meta.
@@ -349,9 +320,7 @@ class PaddedSeqMeta:
 
     # ---- capacity for CUDA graphs ---------------------------------------------------------------
 
-    def with_capacity(
-        self, num_sequences: int, num_rows: int, max_seq_len: int
-    ) -> PaddedSeqMeta:
+    def with_capacity(self, num_sequences: int, num_rows: int, max_seq_len: int) -> PaddedSeqMeta:
         """A meta of fixed shape and address that holds this one's boundaries, for CUDA graphs.
 
         Capture a step with it, then :meth:`copy_` the meta of each next batch into it between

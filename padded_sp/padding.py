@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.types import Number
 
-from .meta import PaddedSeqMeta
-from .rows import gather_rows, zero_pads_, zero_row_list_
+from padded_sp.meta import PaddedSeqMeta
+from padded_sp.rows import gather_rows, zero_pads_, zero_row_list_
 
 
 def pad(tokens: Tensor, meta: PaddedSeqMeta, fill: Number = 0) -> Tensor:
@@ -91,12 +91,15 @@ def zero_padding_(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
     Raises: ValueError: x has not T rows.
     """
     meta.check_rows(x, "x")
-    if not torch.compiler.is_compiling():
-        return _ZeroPadding.apply(x, meta)
-    # Torch's own in-place operations: the compiler knows their gradient and fuses them.
-    if meta.is_capacity:
-        return x.masked_fill_(_beside(meta.padding_mask, x), 0)
-    return x.index_fill_(0, meta.pad_rows, 0)
+    if x.requires_grad or torch.compiler.is_compiling():
+        # Torch's own operations bring the gradient, the check of leaves and fusion.
+        if meta.is_capacity:
+            return x.masked_fill_(_beside(meta.padding_mask, x), 0)
+        return x.index_fill_(0, meta.pad_rows, 0)
+    zero_rows_(x, meta)
+    if not x.is_inference():  # inference tensors have no version
+        torch.autograd.graph.increment_version(x)
+    return x
 
 
 def zero_padding_copy(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Tensor:
@@ -131,20 +134,6 @@ def zero_rows_(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Tensor:
     elif meta.num_pads_in(first_row, stop):
         zero_row_list_(x.data, meta.pad_rows_in(first_row, stop))
     return x
-
-
-class _ZeroPadding(torch.autograd.Function):
-    """``zero_padding_`` as autograd sees it; marking x dirty bumps its version."""
-
-    @staticmethod
-    def forward(ctx, x, meta):
-        ctx.meta = meta
-        ctx.mark_dirty(x)
-        return zero_rows_(x, meta)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return zero_padding_copy(grad, ctx.meta), None
 
 
 # Which row comes from where: int64, on the meta's device, -1 where nothing comes.

@@ -74,6 +74,73 @@ def _zero_pads_torch(
     _bits(x).masked_fill_(_beside(is_pad, x), 0)
 
 
+# Triton, on CUDA: imported when the first kernel runs. Strides it does not take go to torch.
+
+
+@torch.library.impl("padded_sp::gather_rows", "CUDA", lib=_LIBRARY)
+def _gather_rows_cuda(src: Tensor, index: Tensor, inverse: Tensor, fill: Number) -> Tensor:
+    from padded_sp.kernels import padding as kernels
+
+    if not kernels.takes(src):
+        return _gather_rows_torch(src, index, inverse, fill)
+    out = src.new_empty((index.shape[0], *src.shape[1:]))
+    kernels.gather_rows(_bits(src), index, _fill_bits(fill, src.dtype), _bits(out))
+    return out
+
+
+@torch.library.impl("padded_sp::zero_row_list_", "CUDA", lib=_LIBRARY)
+def _zero_row_list_cuda(x: Tensor, rows: Tensor) -> None:
+    from padded_sp.kernels import padding as kernels
+
+    zero = kernels.zero_row_list_ if kernels.takes(x) else _zero_row_list_torch
+    zero(_bits(x), rows)
+
+
+@torch.library.impl("padded_sp::zero_pads_", "CUDA", lib=_LIBRARY)
+def _zero_pads_cuda(
+    x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, first_row: int
+) -> None:
+    from padded_sp.kernels import padding as kernels
+
+    zero = kernels.zero_pads_ if kernels.takes(x) else _zero_pads_torch
+    zero(_bits(x), cu_seqlens, cu_seqlens_padded, first_row)
+
+
+# Shapes and gradients, for the compiler and autograd.
+
+
+@torch.library.register_fake("padded_sp::gather_rows", lib=_LIBRARY)
+def _gather_rows_shape(src: Tensor, index: Tensor, inverse: Tensor, fill: Number) -> Tensor:
+    return src.new_empty((index.shape[0], *src.shape[1:]))
+
+
+@torch.library.register_fake("padded_sp::zero_row_list_", lib=_LIBRARY)
+def _zero_row_list_shape(x: Tensor, rows: Tensor) -> None:
+    pass
+
+
+@torch.library.register_fake("padded_sp::zero_pads_", lib=_LIBRARY)
+def _zero_pads_shape(
+    x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, first_row: int
+) -> None:
+    pass
+
+
+def _keep_indices(ctx, inputs, output) -> None:
+    _, index, inverse, _ = inputs
+    ctx.save_for_backward(index, inverse)
+
+
+def _gather_back(ctx, grad: Tensor):
+    index, inverse = ctx.saved_tensors
+    return gather_rows(grad, inverse, index, 0), None, None, None
+
+
+torch.library.register_autograd(
+    "padded_sp::gather_rows", _gather_back, setup_context=_keep_indices, lib=_LIBRARY
+)
+
+
 def _bits(x: Tensor) -> Tensor:
     """x as integers of its width; itself where there are none so wide (complex128)."""
     return x.view(_INTEGER[x.itemsize]) if x.itemsize in _INTEGER else x

@@ -1,0 +1,239 @@
+"""``ParallelLayer``: what every layer with parameters knows of its tensor-parallel group."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from padded_sp import collectives
+from padded_sp.meta import PaddedSeqMeta
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+InitMethod = Callable[[Tensor], Any]
+
+# Transformer Engine's default for weights.
+normal_init: InitMethod = functools.partial(nn.init.normal_, mean=0.0, std=0.023)
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter of the whole model, of which each rank holds a part or all."""
+
+    shape: tuple[int, ...]  # of the whole parameter
+    partition_dim: int | None  # divided over the ranks along it; None: the same on each rank
+    init_method: InitMethod
+
+
+class ParallelLayer(nn.Module):
+    """A layer whose parameters are divided over, or shared by, the R ranks of ``tp_group``.
+
+    Initialisation draws each parameter whole, from a seed that the layer takes from PyTorch's CPU
+    generator, and keeps this rank's part: the same seed gives the same model at every R. While it
+    draws, one whole parameter (R times this rank's part) is in memory.
+
+    Args:
+        tp_group: the ranks that share the layer. None: one rank, or a group that
+            :meth:`set_tensor_parallel_group` brings later.
+        tp_size: R, for a layer built before its group; with ``tp_group`` it follows that.
+        sequence_parallel: activations between layers are divided by rows. The gradients of
+            replicated parameters are then partial, and marked ``param.sequence_parallel``.
+        params_dtype: None: torch's default dtype.
+        device: None: torch's default device; "meta" postpones to ``to_empty`` and
+            ``reset_parameters``.
+        inplace: allow to overwrite pad rows (never others) of inputs and incoming gradients.
+
+    Raises: ValueError: ``tp_size`` is no positive integer, or not the size of ``tp_group``.
+    """
+
+    tp_group: ProcessGroup | None
+    tp_size: int
+
+    def __init__(
+        self,
+        *,
+        tp_group: ProcessGroup | None,
+        tp_size: int,
+        sequence_parallel: bool,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        inplace: bool,
+    ) -> None:
+        super().__init__()
+        if not isinstance(tp_size, int) or tp_size < 1:
+            raise ValueError(f"tp_size must be a positive integer, got {tp_size!r}")
+        self.tp_group, self.tp_size, self.tp_rank, self._group_name = None, tp_size, 0, ""
+        if tp_group is not None and tp_size == 1:
+            self.tp_size = collectives.group_size(tp_group)
+        self.sequence_parallel = sequence_parallel
+        self.inplace = inplace
+        self._factory = {"dtype": params_dtype, "device": device}
+        self._specs: dict[str, ParameterSpec] = {}
+        self._drawn: dict[str, int] = {}
+        self._seed = 0
+        if tp_group is not None:
+            self.set_tensor_parallel_group(tp_group)
+
+    # ---- the group ------------------------------------------------------------------------------
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
+        """Gives the layer its group; every rank of the group calls it.
+
+        Parameters as they were drawn, on no particular rank, are drawn again for this one;
+        parameters that were loaded or written since are kept.
+
+        Raises: ValueError: the group has not ``tp_size`` ranks.
+        """
+        size = collectives.group_size(tp_group)
+        if size != self.tp_size:
+            raise ValueError(
+                f"the group has {size} ranks, {type(self).__name__} was built with "
+                f"tp_size={self.tp_size}: build it with tp_size={size} or with tp_group= itself"
+            )
+        self.tp_group = tp_group
+        self._group_name = collectives.group_name(tp_group)
+        drawn_for, self.tp_rank = self.tp_rank, collectives.group_rank(tp_group)
+        if drawn_for != self.tp_rank:
+            self._draw({name for name, version in self._drawn.items()
+                        if self._parameters[name]._version == version})  # fmt: skip
+
+    def _require_group(self) -> None:
+        if self.tp_size > 1 and self.tp_group is None:
+            raise ValueError(
+                f"{type(self).__name__} was built with tp_size={self.tp_size} and has no group: "
+                "call set_tensor_parallel_group(group) before the first forward"
+            )
+
+    # ---- parameters -----------------------------------------------------------------------------
+
+    def _add_parameter(self, name: str, spec: ParameterSpec) -> None:
+        """Registers this rank's part, uninitialised: ``reset_parameters`` draws it."""
+        shape = list(spec.shape)
+        if spec.partition_dim is not None:
+            shape[spec.partition_dim] = self._share(shape[spec.partition_dim], name)
+        self._specs[name] = spec
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._factory)))
+        self._mark_parameters()
+
+    def _share(self, features: int, name: str) -> int:
+        if features % self.tp_size:
+            raise ValueError(
+                f"{name}: {features} features do not divide over {self.tp_size} ranks; choose a "
+                f"multiple of {self.tp_size}"
+            )
+        return features // self.tp_size
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew. Advances PyTorch's CPU generator by one number."""
+        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self._draw(set(self._specs))
+
+    @torch.no_grad()
+    def _draw(self, names: set[str]) -> None:
+        for index, (name, spec) in enumerate(self._specs.items()):
+            parameter = self._parameters[name]
+            if name not in names or parameter is None or parameter.is_meta:
+                continue
+            with _seeded(self._seed + index, parameter.device):
+                if spec.partition_dim is None or self.tp_size == 1:
+                    spec.init_method(parameter)
+                else:
+                    whole = parameter.new_empty(spec.shape)
+                    spec.init_method(whole)
+                    parts = whole.chunk(self.tp_size, spec.partition_dim)
+                    parameter.copy_(parts[self.tp_rank])
+            self._drawn[name] = parameter._version
+
+    def _mark_parameters(self) -> None:
+        """The attributes by which Megatron and Transformer Engine tell parameters apart."""
+        for name, spec in self._specs.items():
+            parameter: Any = self._parameters[name]
+            parameter.tensor_model_parallel = spec.partition_dim is not None
+            if spec.partition_dim is not None:
+                parameter.partition_dim, parameter.partition_stride = spec.partition_dim, 1
+            elif self.sequence_parallel:
+                parameter.sequence_parallel = True
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ParallelLayer:
+        super()._apply(fn, recurse)
+        self._mark_parameters()  # to_empty() on a meta device makes new Parameters
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
+        twin = type(self).__new__(type(self))
+        # The group is shared, not copied: there is only one.
+        memo |= {id(self): twin, id(self.tp_group): self.tp_group}
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin._mark_parameters()
+        twin._drawn = {name: twin._parameters[name]._version for name in self._drawn
+                       if self._parameters[name]._version == self._drawn[name]}  # fmt: skip
+        return twin
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
+        """``state_dict()`` as DTensors; see :func:`padded_sp.checkpoint.sharded_state_dict`."""
+        from padded_sp.checkpoint import sharded_state_dict
+
+        return sharded_state_dict(self, prefix)
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def _first_row(self, meta: PaddedSeqMeta) -> int:
+        """The first of the rows that this rank holds where rows are divided."""
+        return self.tp_rank * (meta.num_rows // self.tp_size) if self.sequence_parallel else 0
+
+    def _check_input(
+        self, x: Tensor, meta: PaddedSeqMeta, *, features: int, shards: int, parameter: Tensor
+    ) -> None:
+        """Raises what every rank can see is wrong, before any communication."""
+        self._require_group()
+        meta.check_rows(x, "x", shards)
+        if x.dim() < 2 or x.shape[-1] != features:
+            raise ValueError(
+                f"{type(self).__name__} takes x [rows, *, {features}] on each of its "
+                f"{self.tp_size} ranks, got {list(x.shape)}"
+            )
+        self._check_device(x, "x", meta, parameter)
+        if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"x is {x.dtype}, the parameters are {parameter.dtype}: convert x, build the layer "
+                f"with params_dtype={x.dtype}, or call it under torch.autocast"
+            )
+
+    def _check_device(
+        self, x: Tensor, name: str, meta: PaddedSeqMeta, parameter: Tensor
+    ) -> None:
+        if not x.device == meta.device == parameter.device:
+            raise ValueError(
+                f"{name} is on {x.device}, its meta on {meta.device}, the parameters of "
+                f"{type(self).__name__} on {parameter.device}: move them to one device, the meta "
+                "with meta.to(device)"
+            )
+
+
+def autocast_operands(*operands: Tensor | None) -> list[Tensor | None]:
+    """Converts operands to autocast's dtype where it is on, as ``F.linear`` does: not float64."""
+    device_type = next(x.device.type for x in operands if x is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return list(operands)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in operands]
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seeds the CPU's generator and ``device``'s, and puts both back as they were."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
