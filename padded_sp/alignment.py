@@ -1,8 +1,8 @@
 """What each recipe, tp and cp demands of a packed layout, as data; and the least padding for it.
 
 Linears need nothing per sequence, only totals; context parallelism alone needs each sequence to
-split into ``2 * cp_size`` chunks. So the least legal layout pads sequences to that, and the total to
-one multiple more.
+split into ``2 * cp_size`` chunks. So the least legal layout pads sequences to that, and the total
+to one multiple more.
 """
 
 from __future__ import annotations

@@ -93,9 +93,10 @@ def check_shards(num_rows: int, shards: int) -> None:
     """Raises ValueError unless ``num_rows`` divides evenly over the ranks."""
     check_size(shards, "tp_size")
     if num_rows % shards:
+        enough = -(-num_rows // shards) * shards
         raise ValueError(
             f"{num_rows} rows do not divide over {shards} ranks (tp_size); plan the pack with "
-            f"AlignPolicy(tp_size={shards}), or append pads: num_rows={-(-num_rows // shards) * shards}"
+            f"AlignPolicy(tp_size={shards}), or append pads: num_rows={enough}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The meta of the surrounding ``with seq_meta(meta):``, for layers that are called with one argument."""
+"""The meta of the surrounding ``with seq_meta(meta):``, for layers called with one argument."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Promise 2 in one place: what pad rows hold never reaches anything else, in either direction.
 
-Every layer is: check; ``x = inert_input(x, meta)``; ``y = op(x)``; ``return inert_output(y, meta)``.
-The op in the middle is a pure function, registered and differentiable; the writes to pad rows
-stay out here. A layer may overwrite pad rows, never real ones.
+Every layer is: check; ``x = inert_input(x, meta)``; ``y = op(x)``; ``inert_output(y, meta)``. The op
+in the middle is a pure function, registered and differentiable; the writes to pad rows stay out
+here. A layer may overwrite pad rows, never real ones.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def inert_input(
     """``x`` with pad rows exactly zero.
 
     ``x`` [rows, ...] holds the rows from ``first_row`` on. Its pad rows are overwritten where that
-    is safe and cheap (see :func:`_may_overwrite`), else ``x`` is copied. The write does not bump the
-    version counter: relu, softmax and exp save their output, and an ordinary in-place write would
-    make their backward refuse it. Their gradient on these rows is zero anyway.
+    is safe and cheap (see :func:`_may_overwrite`), else ``x`` is copied. The write does not bump
+    the version counter: relu, softmax and exp save their output, and an ordinary in-place write
+    would make their backward refuse it. Their gradient on these rows is zero anyway.
     """
     if not _has_pads(x, meta, first_row):
         return x

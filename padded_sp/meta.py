@@ -1,8 +1,8 @@
 """``PaddedSeqMeta``: the two boundary arrays of a packed batch, and all that follows from them.
 
-The real boundaries say what belongs to a sequence; the padded ones say where its rows lie in memory.
-Everything here is known on the host when a meta is built, so that nothing has to be read back from
-the device in a training step.
+The real boundaries say what belongs to a sequence; the padded ones say where its rows lie in
+memory. Everything here is known on the host when a meta is built, so that nothing has to be read
+back from the device in a training step.
 """
 
 from __future__ import annotations
@@ -288,7 +288,9 @@ class PaddedSeqMeta:
         if self.is_capacity or torch.compiler.is_compiling():
             return make()
         if key not in self._cache:
-            self._cache[key] = make()
+            # Evaluation may come first: a tensor made in inference mode could not serve training.
+            with torch.inference_mode(False):
+                self._cache[key] = make()
         return self._cache[key]
 
     # ---- rows -----------------------------------------------------------------------------------
