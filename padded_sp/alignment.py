@@ -7,8 +7,8 @@ to one multiple more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -60,10 +60,12 @@ class Plan:
     Attributes:
         seq_lens: real lengths, in tokens.
         padded_lens: padded lengths, in rows.
+        note: names a cheaper plan where the recipe has one; else empty.
     """
 
     seq_lens: tuple[int, ...]
     padded_lens: tuple[int, ...]
+    note: str = field(default="", compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -148,9 +150,12 @@ class AlignPolicy:
 
     @property
     def total_alignment(self) -> int:
-        """The multiple of the total, in rows. Context parallelism splits the rows first."""
+        """The multiple of the total, in rows. Context parallelism splits the rows first.
+
+        It contains the sequences' own multiple: their lengths add up to nothing else.
+        """
         rows = lcm(self.rule.rows_per_rank * self.tp_size, self.rule.rows)
-        return lcm(self._chunks, self.cp_size * rows, self.total_multiple)
+        return lcm(self.sequence_alignment, self.cp_size * rows, self.total_multiple)
 
     @property
     def _chunks(self) -> int:
@@ -184,7 +189,8 @@ class AlignPolicy:
                     f"{len(entries)} entries exceed num_sequences={self.num_sequences}; raise it, "
                     "or put fewer sequences into the pack"
                 )
-        return Plan((*entries, *[0] * missing), (*padded, *[0] * missing))
+        note = self._cheaper_wire(real, sum(padded))
+        return Plan((*entries, *[0] * missing), (*padded, *[0] * missing), note)
 
     def _total(self, rows: int) -> int:
         """The least legal total that holds ``rows``."""
@@ -202,6 +208,15 @@ class AlignPolicy:
             "put fewer sequences into the pack"
         )
 
+    def _cheaper_wire(self, seq_lens: tuple[int, ...], rows: int) -> str:
+        """Names the total that gathers in BF16 would need, where it is less than ``rows``."""
+        if self.rule is not _FP8_BLOCKS or self.bucket is not None:
+            return ""
+        cheaper = replace(self, fp8_wire=False, num_sequences=None).plan(seq_lens).num_rows
+        if cheaper == rows:
+            return ""
+        return f"{cheaper} rows would do with fp8_wire=False, which gathers in BF16"
+
     def waste(self, seq_lens: Sequence[int] | Tensor) -> float:
         """The share of the planned rows that are pads, from 0 to 1."""
         return self.plan(seq_lens).waste()
@@ -212,47 +227,41 @@ class AlignPolicy:
         Reads host integers only. The message names the rule, the rows, the recipe and the least
         legal plan. Buckets and ``num_sequences`` shape plans and are not demanded of a layout.
         """
-        share = self.tp_size * self.cp_size
-        rows = meta.num_rows
-        if rows % share:
-            self._refuse(
-                meta, f"{rows} rows do not divide over tp {self.tp_size} x cp {self.cp_size}"
-            )
-        local = rows // share
-        if local % self.rule.rows_per_rank:
-            self._refuse(
-                meta,
-                f"{local} rows per rank (of {rows}) are no multiple of {self.rule.rows_per_rank}",
-            )
-        if rows // self.cp_size % self.rule.rows:
-            self._refuse(meta, f"{rows // self.cp_size} rows are no multiple of {self.rule.rows}")
-        if rows % self.total_alignment:
-            self._refuse(meta, f"{rows} rows are no multiple of {self.total_alignment}")
-        if meta.is_capacity or self.sequence_alignment == 1:
+        problem = next(self._problems(meta), None)
+        if problem is None:
             return
-        for i, length in enumerate(meta.padded_lens):
-            if length % self.sequence_alignment:
-                self._refuse(
-                    meta,
-                    f"sequence {i} has {length} padded rows, no multiple of "
-                    f"{self.sequence_alignment} (cp {self.cp_size} needs "
-                    f"{self._chunks} chunks, sequence_multiple is {self.sequence_multiple})",
-                )
-
-    def _refuse(self, meta: PaddedSeqMeta, problem: str) -> None:
-        wire = ""
-        if self.rule is _FP8_BLOCKS:
-            cheaper = replace(self, fp8_wire=False).total_alignment
-            wire = f" (fp8_wire=False gathers in BF16 and needs multiples of {cheaper})"
         least = ""
         if not meta.is_capacity:
-            bare = replace(self, bucket=None, num_sequences=None)
-            least = f"the least legal total is {bare.plan(meta.seq_lens).num_rows}{wire}; "
+            plan = replace(self, bucket=None, num_sequences=None).plan(meta.seq_lens)
+            note = f" ({plan.note})" if plan.note else ""
+            least = f"The least legal total is {plan.num_rows} rows{note}; "
         raise ValueError(
-            f"{self.recipe} at tp {self.tp_size}, cp {self.cp_size}: {problem}. "
-            f"{self.rule.reason}; {least}"
+            f"{self.recipe} at tp {self.tp_size}, cp {self.cp_size}: {problem}. {least}"
             "PaddedSeqMeta.from_seq_lens(seq_lens, policy) plans it"
         )
+
+    def _problems(self, meta: PaddedSeqMeta) -> Iterator[str]:
+        """Each rule that does not hold, with its reason."""
+        rows, tp_size, cp_size, rule = meta.num_rows, self.tp_size, self.cp_size, self.rule
+        each = self.sequence_alignment
+        for i, length in enumerate(() if meta.is_capacity else meta.padded_lens):
+            if length % each:
+                yield (
+                    f"sequence {i} has {length} padded rows, no multiple of {each}: cp {cp_size} "
+                    f"cuts it into {self._chunks}, sequence_multiple is {self.sequence_multiple}"
+                )
+        if rows % (cp_size * tp_size):
+            yield f"{rows} rows do not divide over tp {tp_size} x cp {cp_size} into equal shards"
+        gathered, shard = rows // cp_size, rows // (cp_size * tp_size)
+        if shard % rule.rows_per_rank:
+            yield (
+                f"{shard} rows per rank (of {rows}) are no multiple of {rule.rows_per_rank}: "
+                f"{rule.reason}"
+            )
+        if gathered % rule.rows:
+            yield f"{gathered} rows are no multiple of {rule.rows}: {rule.reason}"
+        if rows % self.total_multiple:
+            yield f"{rows} rows are no multiple of total_multiple {self.total_multiple}"
 
 
 def _round_up(rows: int, multiple: int) -> int:

@@ -37,23 +37,24 @@ def lengths_from_cu_seqlens(
         dtype = getattr(array, "dtype", torch.int32)
         if str(dtype).removeprefix("torch.") != "int32":
             raise ValueError(f"{name} must be int32, got {dtype}; convert it with .to(torch.int32)")
-    if cu_seqlens_padded is None:
-        cu_seqlens_padded = cu_seqlens
-    if len(cu_seqlens) != len(cu_seqlens_padded):
+        if getattr(array, "ndim", 1) != 1:
+            raise ValueError(f"{name} must have one dimension, got {array.ndim}; flatten it")  # type: ignore[union-attr]
+    real, padded = cu_seqlens, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    if len(real) != len(padded):
         raise ValueError(
-            f"cu_seqlens has {len(cu_seqlens)} boundaries and cu_seqlens_padded "
-            f"{len(cu_seqlens_padded)}: both need one more than there are sequences"
+            f"cu_seqlens has {len(real)} boundaries and cu_seqlens_padded {len(padded)}: both need "
+            "one more than there are sequences"
         )
-    if isinstance(cu_seqlens, Tensor) and isinstance(cu_seqlens_padded, Tensor):
-        if cu_seqlens.device != cu_seqlens_padded.device:
+    if isinstance(real, Tensor) and isinstance(padded, Tensor):
+        if real.device != padded.device:
             raise ValueError(
-                f"cu_seqlens is on {cu_seqlens.device} and cu_seqlens_padded on "
-                f"{cu_seqlens_padded.device}: put both on one device, or both on the host"
+                f"cu_seqlens is on {real.device} and cu_seqlens_padded on {padded.device}: put "
+                "both on one device, or both on the host"
             )
         # The one read: both arrays in one transfer.
-        cu_seqlens, cu_seqlens_padded = torch.stack([cu_seqlens, cu_seqlens_padded]).tolist()
-    real = host_lengths(cu_seqlens, "cu_seqlens")
-    padded = host_lengths(cu_seqlens_padded, "cu_seqlens_padded")
+        real, padded = torch.stack([real, padded]).tolist()
+    real = host_lengths(real, "cu_seqlens")
+    padded = host_lengths(padded, "cu_seqlens_padded")
     return _differences(real, "cu_seqlens"), _differences(padded, "cu_seqlens_padded")
 
 
@@ -84,9 +85,9 @@ def check_lengths(seq_lens: tuple[int, ...], padded_lens: tuple[int, ...]) -> No
 
 
 def check_size(size: int, name: str) -> None:
-    """Raises ValueError unless ``size`` counts ranks."""
+    """Raises ValueError unless ``size`` is a count of at least 1."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name} must be an integer of at least 1 (1: not split), got {size!r}")
+        raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
 
 
 def check_shards(num_rows: int, shards: int) -> None:
@@ -123,6 +124,8 @@ def fit(
     max_seq_len: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Spreads lengths over a capacity; zero-length entries of bounded size hold the rest."""
+    for name, size in (("num_sequences", num_sequences), ("max_seq_len", max_seq_len)):
+        check_size(size, name)
     used, longest, spare = sum(padded_lens), max(padded_lens), num_sequences - len(seq_lens)
     if longest > max_seq_len:
         raise ValueError(
@@ -194,7 +197,8 @@ def _packed(seq_lens: tuple[int, ...], padded_lens: tuple[int, ...], pin: bool) 
         [*itertools.accumulate(lengths, initial=0), *([0] * (width - entries))]
         for lengths in (seq_lens, padded_lens)
     ]
-    return torch.tensor(rows, dtype=torch.int32, pin_memory=pin)
+    # On the host whatever the surrounding `with torch.device(...)` says.
+    return torch.tensor(rows, dtype=torch.int32, device="cpu", pin_memory=pin)
 
 
 def _differences(boundaries: tuple[int, ...], name: str) -> tuple[int, ...]:

@@ -7,22 +7,29 @@ that of the sums and maxima asked for.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from padded_sp.agreement import agreement_facts, raise_where_different, ranks_phrase
+from padded_sp.meta import PaddedSeqMeta
+
 # The functional forms: visible to CommDebugMode and to torch.compile, and they own their output.
 _functional = torch.ops._c10d_functional
 
 # What gloo and NCCL both carry as it is. Everything else, FP8 first of all, travels as bytes.
-_CARRIED = frozenset(
-    (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    + (torch.int64, torch.int32, torch.uint8)
-)
-_REDUCED = _CARRIED - {torch.uint8}
+_REDUCED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32}
+_CARRIED = _REDUCED | {torch.uint8}
+
+# How often this process has exchanged over the host channel of each group, by the channel's key.
+_exchanges: Counter[str] = Counter()
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -138,9 +145,91 @@ def all_reduce(
     if size == 1:
         return x
     _check_reducible("all_reduce", x)
-    return _joined(
-        "all_reduce", x, name, lambda: _functional.all_reduce(x.contiguous(), op, name)
-    )
+    return _joined("all_reduce", x, name, lambda: _functional.all_reduce(x.contiguous(), op, name))
+
+
+def check_agreement(meta: PaddedSeqMeta, group: ProcessGroup | None) -> None:
+    """Raises on every rank unless all ranks of `group` hold equal metas. Collective.
+
+    Layers size their messages by the meta and trust it; ranks that disagree would wait for one
+    another, or read each other's rows. Call this where a batch enters, or write
+    ``with seq_meta(meta, check=group):``. Nothing is cached: each call compares anew.
+
+    Compares the real and padded lengths, rows, longest sequence, tp_size, cp_size and whether the
+    metas are capacity metas (of these only the capacities: their boundaries stay on the device).
+
+    Communicates a few bytes per sequence through the group's store, on the host alone: the same
+    on gloo and NCCL, and no device waits. `group` None, or of one rank, has nothing to compare.
+
+    Raises:
+        ValueError: the metas differ, or one is no meta. The same message on every rank names the
+            first field and sequence that differ, and which rank holds which value.
+        RuntimeError: a rank did not make this call within the group's timeout; names it.
+    """
+    mine = agreement_facts(meta)
+    if group is None or group_size(group) == 1:
+        raise_where_different([mine])
+        return
+    received = _exchange_on_host("check_agreement", json.dumps(mine), group)
+    raise_where_different([json.loads(facts) for facts in received])
+
+
+def _exchange_on_host(purpose: str, text: str, group: ProcessGroup) -> list[str]:
+    """Every rank's `text` in rank order, through the group's store.
+
+    The n-th call of a rank meets the n-th calls of the others. A rank that reads the texts of call
+    n knows that all have read those of n - 1 and withdraws its own: the store does not grow.
+    """
+    store = dist.distributed_c10d._get_process_group_store(group)
+    me, size = group.rank(), group.size()
+    # Sibling groups of one split share a name, and with it their store's prefix.
+    members = repr(dist.get_process_group_ranks(group)).encode()
+    channel = f"padded_sp/{purpose}/{group.group_name}/{hashlib.sha256(members).hexdigest()[:16]}"
+    call = _exchanges[channel]
+    _exchanges[channel] += 1
+
+    keys = [f"{channel}/{call}/{rank}" for rank in range(size)]
+    given_up = f"{channel}/{call}/given_up"
+    timeout = _timeout_of(group)
+    try:
+        store.set(keys[me], text)
+        try:
+            store.wait(keys, timeout)
+        except dist.DistStoreError as error:
+            absent = [rank for rank in range(size) if not store.check([keys[rank]])]
+            if absent:
+                store.set(given_up, str(me))
+                raise RuntimeError(
+                    f"{purpose} over group {group.group_name!r}: {ranks_phrase(absent)} of {size} "
+                    f"did not make call {call + 1} within the group's timeout of "
+                    f"{timeout.total_seconds():g} s. It probably raised, see its own traceback; "
+                    f"{purpose} is collective, every rank must make the same calls"
+                ) from error
+        if store.check([given_up]):
+            raise RuntimeError(
+                f"{purpose} over group {group.group_name!r}: rank {me} of {size} made call "
+                f"{call + 1} after another rank had given up waiting. This rank is slower than "
+                f"the group's timeout of {timeout.total_seconds():g} s, or has left out a call"
+            )
+        texts = [store.get(key).decode() for key in keys]
+        if call:
+            store.delete_key(f"{channel}/{call - 1}/{me}")
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"{purpose} over group {group.group_name!r}: the group's store cannot be reached; the "
+            f"process that hosts it, as a rule rank 0, has probably ended: see its own traceback"
+        ) from error
+    return texts
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """How long collectives of `group` wait for a rank; where a backend tells no such thing, how
+    long its store waits for a key."""
+    try:
+        devices = group._device_types
+        return max(group._get_backend(device).options._timeout for device in devices)
+    except (AttributeError, RuntimeError):
+        return dist.distributed_c10d._get_process_group_store(group).timeout
 
 
 def _member(group: ProcessGroup) -> ProcessGroup:
@@ -189,8 +278,8 @@ def _joined(
     except Exception as error:
         raise RuntimeError(
             f"{collective} of {tuple(x.shape)} {x.dtype} over group {name!r} failed on "
-            f"{_this_rank(name)}: another rank did not join it. It probably raised, see its own "
-            f"traceback; otherwise it is slower than the group's timeout, or passed another shape."
+            f"{_this_rank(name)}. As a rule another rank did not join it: it probably raised, see "
+            f"its own traceback; else it is slower than the group's timeout, or has another shape"
         ) from error
 
 

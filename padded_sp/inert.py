@@ -1,8 +1,8 @@
 """Promise 2 in one place: what pad rows hold never reaches anything else, in either direction.
 
-Every layer is: check; ``x = inert_input(x, meta)``; ``y = op(x)``; ``inert_output(y, meta)``. The op
-in the middle is a pure function, registered and differentiable; the writes to pad rows stay out
-here. A layer may overwrite pad rows, never real ones.
+Every layer is: check; ``x = inert_input(x, meta)``; ``y = op(x)``; ``inert_output(y, meta)``. The
+op in the middle is a pure function, registered and differentiable; the writes to pad rows stay
+out here. A layer may overwrite pad rows, never real ones.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def inert_output(
         zero_rows_(y, meta, first_row)
     if y.requires_grad:
 
-        def zero_gradient(grad: Tensor) -> Tensor:
+        def zero_gradient(grad: Tensor | None) -> Tensor | None:
+            if grad is None:  # autograd's word for a gradient of zeros
+                return None
             return inert_gradient(grad, meta, first_row=first_row, inplace=inplace)
 
         y.register_hook(zero_gradient)
@@ -72,10 +74,15 @@ def inert_gradient(
 
 
 def _has_pads(x: Tensor, meta: PaddedSeqMeta, first_row: int) -> bool:
-    """Whether the rows of ``x`` hold pads, from host counts; with capacity they may always."""
+    """Whether the rows of ``x`` hold pads, from host counts; with capacity they may always.
+
+    Counting would tie a compiled graph to one pack's lengths: there they may always, too.
+    """
     if not meta.has_padding or not x.numel():
         return False
-    return meta.is_capacity or meta.num_pads_in(first_row, first_row + x.shape[0]) > 0
+    if meta.is_capacity or torch.compiler.is_compiling():
+        return True
+    return meta.num_pads_in(first_row, first_row + x.shape[0]) > 0
 
 
 def _may_overwrite(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.types import Number
 
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.rows import gather_rows, zero_pads_, zero_row_list_
+from padded_sp.rows import beside, gather_rows, zero_pads_, zero_row_list_
 
 
 def pad(tokens: Tensor, meta: PaddedSeqMeta, fill: Number = 0) -> Tensor:
@@ -44,9 +44,7 @@ def unpad(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
     return gather_rows(x, meta.real_rows, _token_of_row(meta), 0)
 
 
-def roll(
-    x: Tensor, meta: PaddedSeqMeta, shifts: int = -1, fill: Number | None = None
-) -> Tensor:
+def roll(x: Tensor, meta: PaddedSeqMeta, shifts: int = -1, fill: Number | None = None) -> Tensor:
     """Roll each sequence by itself over its real rows, without wrapping around.
 
     ``shifts=-1`` brings to each row the next real row of its sequence: ids become labels.
@@ -91,11 +89,12 @@ def zero_padding_(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
     Raises: ValueError: x has not T rows.
     """
     meta.check_rows(x, "x")
-    if x.requires_grad or torch.compiler.is_compiling():
-        # Torch's own operations bring the gradient, the check of leaves and fusion.
+    if x.requires_grad:  # torch's own operations bring the gradient and the check of leaves
         if meta.is_capacity:
-            return x.masked_fill_(_beside(meta.padding_mask, x), 0)
+            return x.masked_fill_(beside(meta.padding_mask, x), 0)
         return x.index_fill_(0, meta.pad_rows, 0)
+    if torch.compiler.is_compiling():
+        return x.copy_(zero_padding_copy(x, meta))
     zero_rows_(x, meta)
     if not x.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version(x)
@@ -105,12 +104,13 @@ def zero_padding_(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
 def zero_padding_copy(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Tensor:
     """``zero_padding`` of the rows [first_row, first_row + rows): unchecked, for layers.
 
-        x        [rows, ...]   all rows of the pack, or a shard of them from first_row on
-        returns  [rows, ...]   a new tensor; zero pad rows in its gradient as well
+    x        [rows, ...]   all rows of the pack, or a shard of them from first_row on
+    returns  [rows, ...]   a new tensor; zero pad rows in its gradient as well
     """
     stop = first_row + x.shape[0]
-    if torch.compiler.is_compiling():  # an elementwise operation, which the compiler can fuse
-        return x.masked_fill(_beside(meta.padding_mask[first_row:stop], x), 0)
+    # The compiler fuses an elementwise operation; torch has this one for all but float8.
+    if torch.compiler.is_compiling() and x.itemsize > 1:
+        return x.masked_fill(beside(meta.padding_mask[first_row:stop], x), 0)
 
     def own_row_unless_pad() -> Tensor:
         rows = torch.arange(stop - first_row, device=meta.device)
@@ -160,11 +160,6 @@ def _source_of_row(meta: PaddedSeqMeta, shifts: int) -> Tensor:
         return torch.where(is_real, rows - shifts, -1)
 
     return meta.cached(("source_of_row", shifts), make)
-
-
-def _beside(mask: Tensor, x: Tensor) -> Tensor:
-    """A mask over rows, shaped to broadcast over the other dimensions of x."""
-    return mask.view(-1, *[1] * (x.dim() - 1))
 
 
 def _check_counted(meta: PaddedSeqMeta, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from padded_sp import collectives
+from padded_sp import boundaries, collectives
 from padded_sp.meta import PaddedSeqMeta
 
 if TYPE_CHECKING:
@@ -63,11 +63,10 @@ class ParallelLayer(nn.Module):
         sequence_parallel: bool,
         params_dtype: torch.dtype | None,
         device: torch.device | str | None,
-        inplace: bool,
+        inplace: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(tp_size, int) or tp_size < 1:
-            raise ValueError(f"tp_size must be a positive integer, got {tp_size!r}")
+        boundaries.check_size(tp_size, "tp_size")
         self.tp_group, self.tp_size, self.tp_rank, self._group_name = None, tp_size, 0, ""
         if tp_group is not None and tp_size == 1:
             self.tp_size = collectives.group_size(tp_group)
@@ -100,10 +99,10 @@ class ParallelLayer(nn.Module):
         self._group_name = collectives.group_name(tp_group)
         drawn_for, self.tp_rank = self.tp_rank, collectives.group_rank(tp_group)
         if drawn_for != self.tp_rank:
-            self._draw({name for name, version in self._drawn.items()
-                        if self._parameters[name]._version == version})  # fmt: skip
+            self._draw(self._untouched())
 
-    def _require_group(self) -> None:
+    def require_group(self) -> None:
+        """Raises ValueError if the layer still waits for its group."""
         if self.tp_size > 1 and self.tp_group is None:
             raise ValueError(
                 f"{type(self).__name__} was built with tp_size={self.tp_size} and has no group: "
@@ -112,8 +111,11 @@ class ParallelLayer(nn.Module):
 
     # ---- parameters -----------------------------------------------------------------------------
 
-    def _add_parameter(self, name: str, spec: ParameterSpec) -> None:
-        """Registers this rank's part, uninitialised: ``reset_parameters`` draws it."""
+    def _add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
+        """Registers this rank's part, still to be drawn; None where the layer has none."""
+        if spec is None:
+            self.register_parameter(name, None)
+            return
         shape = list(spec.shape)
         if spec.partition_dim is not None:
             shape[spec.partition_dim] = self._share(shape[spec.partition_dim], name)
@@ -148,7 +150,11 @@ class ParallelLayer(nn.Module):
                     spec.init_method(whole)
                     parts = whole.chunk(self.tp_size, spec.partition_dim)
                     parameter.copy_(parts[self.tp_rank])
-            self._drawn[name] = parameter._version
+            self._drawn[name] = _version(parameter)
+
+    def _untouched(self) -> set[str]:
+        """The parameters that nobody has written since they were drawn."""
+        return {n for n, version in self._drawn.items() if _version(self._parameters[n]) == version}
 
     def _mark_parameters(self) -> None:
         """The attributes by which Megatron and Transformer Engine tell parameters apart."""
@@ -157,8 +163,8 @@ class ParallelLayer(nn.Module):
             parameter.tensor_model_parallel = spec.partition_dim is not None
             if spec.partition_dim is not None:
                 parameter.partition_dim, parameter.partition_stride = spec.partition_dim, 1
-            elif self.sequence_parallel:
-                parameter.sequence_parallel = True
+        for name in self.partial_parameters():
+            self._parameters[name].sequence_parallel = True
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ParallelLayer:
         super()._apply(fn, recurse)
@@ -171,9 +177,17 @@ class ParallelLayer(nn.Module):
         memo |= {id(self): twin, id(self.tp_group): self.tp_group}
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         twin._mark_parameters()
-        twin._drawn = {name: twin._parameters[name]._version for name in self._drawn
-                       if self._parameters[name]._version == self._drawn[name]}  # fmt: skip
+        twin._drawn = {name: _version(twin._parameters[name]) for name in self._untouched()}
         return twin
+
+    def partition_dim(self, name: str) -> int | None:
+        """The dim along which parameter ``name`` is divided; None: each rank has all of it."""
+        return self._specs[name].partition_dim
+
+    def partial_parameters(self) -> set[str]:
+        """The parameters whose gradient is a term of a sum over the ranks."""
+        return {n for n, spec in self._specs.items()
+                if self.sequence_parallel and spec.partition_dim is None}  # fmt: skip
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -193,8 +207,9 @@ class ParallelLayer(nn.Module):
         self, x: Tensor, meta: PaddedSeqMeta, *, features: int, shards: int, parameter: Tensor
     ) -> None:
         """Raises what every rank can see is wrong, before any communication."""
-        self._require_group()
+        self.require_group()
         meta.check_rows(x, "x", shards)
+        self._check_rows_divide(meta)
         if x.dim() < 2 or x.shape[-1] != features:
             raise ValueError(
                 f"{type(self).__name__} takes x [rows, *, {features}] on each of its "
@@ -207,9 +222,10 @@ class ParallelLayer(nn.Module):
                 f"with params_dtype={x.dtype}, or call it under torch.autocast"
             )
 
-    def _check_device(
-        self, x: Tensor, name: str, meta: PaddedSeqMeta, parameter: Tensor
-    ) -> None:
+    def _check_rows_divide(self, meta: PaddedSeqMeta) -> None:
+        boundaries.check_shards(meta.num_rows, self.tp_size if self.sequence_parallel else 1)
+
+    def _check_device(self, x: Tensor, name: str, meta: PaddedSeqMeta, parameter: Tensor) -> None:
         if not x.device == meta.device == parameter.device:
             raise ValueError(
                 f"{name} is on {x.device}, its meta on {meta.device}, the parameters of "
@@ -225,6 +241,10 @@ def autocast_operands(*operands: Tensor | None) -> list[Tensor | None]:
         return list(operands)
     dtype = torch.get_autocast_dtype(device_type)
     return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in operands]
+
+
+def _version(parameter: Tensor | None) -> int:
+    return -1 if parameter is None or parameter.is_inference() else parameter._version
 
 
 @contextmanager

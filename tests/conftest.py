@@ -70,22 +70,15 @@ class SpawnedRanks:
         outcomes = self._collect()
         # A collective that one rank left early cannot be trusted again.
         if len(outcomes) < self.world_size or any(error for error, _ in outcomes.values()):
-            self.restart()
+            self._kill()
         return _values_or_fail(outcomes, self.world_size)
-
-    def restart(self) -> None:
-        """Ends these ranks; the next body starts new ones. For bodies that break their group."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes = []
 
     def close(self) -> None:
         for jobs in self._jobs if self._processes else ():
             jobs.put(None)
         for process in self._processes:
             process.join(timeout=10)
-        self.restart()
+        self._kill()
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
@@ -103,6 +96,12 @@ class SpawnedRanks:
         ]
         for process in self._processes:
             process.start()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
 
     def _collect(self) -> dict[int, Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -147,9 +146,6 @@ class TorchrunRanks:
             if rank not in outcomes or outcomes[rank][0]:
                 timeout = GRACE
         return _values_or_fail(outcomes, self.world_size)
-
-    def restart(self) -> None:
-        pytest.fail("under torchrun a body must not break the group: skip this test there")
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The Triton kernels against plain torch: on a GPU where there is one, else interpreted on the CPU."""
+"""The Triton kernels: on a GPU where there is one, else interpreted on the CPU."""
 
 import importlib.util
 import sys
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import padded_sp.kernels
 from padded_sp import rows
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.padding import zero_rows_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [
@@ -26,11 +25,13 @@ DTYPES = [
     torch.complex64,
 ]
 SHAPES = [(), (1,), (3,), (2, 5), (7, 1, 33), (2049,), (0,)]
-given_lens = given(
-    st.lists(
-        st.tuples(st.integers(0, 12), st.integers(0, 5)).map(lambda p: (p[0], p[0] + p[1])),
-        min_size=1,
-        max_size=9,
+given_packs = given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), min_size=1, max_size=9).map(
+        lambda entries: PaddedSeqMeta.from_seq_lens(
+            [real for real, _ in entries],
+            padded_lens=[real + pads for real, pads in entries],
+            device=DEVICE,
+        )
     )
 )
 few_examples = settings(
@@ -50,6 +51,7 @@ def kernels():
 
         yield padding
         return
+    pytest.importorskip("triton")  # imported as it is, before the variable is set
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         path = padded_sp.kernels.__path__[0] + "/padding.py"
@@ -100,21 +102,80 @@ def test_gather_takes_a_slice_of_columns(kernels):
     out = torch.empty(4, 5, device=DEVICE)
     assert kernels.takes(src)
     kernels.gather_rows(bits(src), index, 0, bits(out))
-    assert torch.equal(bits(out), bits(torch.cat([src[5:6], src[1:2], src[:1] * 0, src[:1]])))
+    expected = torch.cat([src[5:6], src[1:2], torch.zeros_like(src[:1]), src[:1]])
+    assert torch.equal(bits(out), bits(expected))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zero_row_list_writes_the_listed_rows_only(kernels, dtype, shape):
-    wide = random_bits((8, *shape, 3), dtype)
-    x = wide[2:7, ..., 0].unsqueeze(-1) if not shape else wide[2:7, 1 : shape[0]]
-    listed = torch.tensor([4, 0, 2], device=DEVICE)
-    before = wide.clone()
-    if kernels.takes(x):
-        kernels.zero_row_list_(bits(x), listed)
-    else:
-        assert False, x.stride()
-    expected = before.clone()
-    target = expected[2:7, ..., 0] if not shape else expected[2:7, 1 : shape[0]]
-    bits(target)[listed] = 0
-    assert torch.equal(bits(wide), bits(expected))
+    memory = random_bits((9, *shape), dtype)
+    expected = bits(memory).clone()
+    kernels.zero_row_list_(bits(memory[2:7]), torch.tensor([4, 0, 2], device=DEVICE))
+    expected[[6, 2, 4]] = 0
+    assert torch.equal(bits(memory), expected)
+
+
+def test_zero_row_list_leaves_what_lies_between_rows(kernels):
+    memory = random_bits((9, 10), torch.bfloat16)
+    expected = bits(memory).clone()
+    kernels.zero_row_list_(bits(memory)[:, 3:8], torch.tensor([8, 1], device=DEVICE))
+    expected[[8, 1], 3:8] = 0
+    assert torch.equal(bits(memory), expected)
+
+
+@few_examples
+@given_packs
+def test_zero_pads_finds_the_pads_on_the_device(kernels, pack):
+    meta = pack.with_capacity(len(pack.seq_lens) + 2, pack.num_rows + 3, pack.num_rows + 3)
+    memory = random_bits((meta.num_rows + 2, 5), torch.float32)
+    expected = bits(memory).clone()
+    kernels.zero_pads_(bits(memory[1:-1]), meta.cu_seqlens, meta.cu_seqlens_padded, 0)
+    expected[1:-1][meta.padding_mask] = 0
+    assert torch.equal(bits(memory), expected)
+
+
+@pytest.mark.parametrize("row_elements", [1, 127, 128, 300])
+@pytest.mark.parametrize("first_row", [0, 5, 40])
+def test_zero_pads_of_a_shard(kernels, first_row, row_elements):
+    meta = PaddedSeqMeta.from_seq_lens([3, 0, 30, 0, 9], padded_lens=[8, 0, 32, 4, 20]).to(DEVICE)
+    x = random_bits((24, row_elements), torch.bfloat16)
+    expected = bits(x).clone()
+    kernels.zero_pads_(bits(x), meta.cu_seqlens, meta.cu_seqlens_padded, first_row)
+    expected[meta.padding_mask[first_row : first_row + 24]] = 0
+    assert torch.equal(bits(x), expected)
+
+
+def test_zero_pads_among_a_thousand_sequences(kernels):
+    lengths = [i % 5 for i in range(1000)]
+    meta = PaddedSeqMeta.from_seq_lens(lengths, padded_lens=[n + n % 3 for n in lengths]).to(DEVICE)
+    x = torch.ones(meta.num_rows, device=DEVICE, dtype=torch.int32)
+    kernels.zero_pads_(x, meta.cu_seqlens, meta.cu_seqlens_padded, 0)
+    assert torch.equal(x.bool(), ~meta.padding_mask)
+
+
+def test_nothing_to_do_launches_nothing(kernels):
+    nothing = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
+    no_rows = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    boundaries = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    kernels.gather_rows(nothing, no_rows, 0, nothing)
+    kernels.zero_row_list_(nothing, no_rows)
+    kernels.zero_pads_(nothing, boundaries, boundaries, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "taken"),
+    [
+        (torch.empty(4, 3, 2), True),
+        (torch.empty(4), True),
+        (torch.empty(4, 6)[:, 1:3], True),
+        (torch.empty(8, 3)[::2], True),
+        (torch.empty(0, 3), True),
+        (torch.empty(3, 4).t(), False),
+        (torch.empty(4, 6, 2)[:, ::2], False),
+        (torch.empty(1, 3).expand(4, 3), False),
+        (torch.empty(4, 3, dtype=torch.complex128), False),
+    ],
+)
+def test_takes_dense_rows(kernels, x, taken):
+    assert kernels.takes(x) is taken

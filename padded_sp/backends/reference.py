@@ -4,7 +4,7 @@ No process group, any floating dtype (float64 on CPU is the yardstick of the tes
 list is what rank r holds. GEMMs have the shapes that the real layers give them, and sums over ranks
 run in rank order, so on one device a result can be compared bit for bit.
 
-Each layer zeroes the pad rows of its inputs and of its outputs with `zero_pads`. A `torch.where`
+Each layer zeroes the pad rows of its inputs and of its outputs with ``zero_pads``. ``torch.where``
 does both directions at once: whatever the pad rows of a value or of its gradient hold is dropped.
 """
 
@@ -27,7 +27,7 @@ Shards = Sequence[Tensor]
 
 
 def all_gather(shards: Shards) -> Tensor:
-    """Shard(0) -> Replicate: R shards [T / R, ...] -> the rows [T, ...] that every rank has then."""
+    """Shard(0) -> Replicate: R shards [T / R, ...] -> the [T, ...] that every rank has then."""
     return torch.cat(list(shards))
 
 
@@ -69,7 +69,7 @@ def zero_pads(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
 
 
 def zero_pads_of_shards(shards: Shards, meta: PaddedSeqMeta) -> list[Tensor]:
-    """`zero_pads` of R row shards [T / R, ...], each by itself."""
+    """``zero_pads`` of R row shards [T / R, ...], each by itself."""
     masks = scatter(meta.padding_mask, len(shards))
     return [
         torch.where(
@@ -125,7 +125,7 @@ def row_parallel_linear(
 def rms_norm(
     x_shards: Shards, weight: Tensor, bias: Tensor | None, eps: float, meta: PaddedSeqMeta
 ) -> list[Tensor]:
-    """R x [T / R, *, H] and one [H] -> the same shapes. The gradient of weight is that of all rows."""
+    """R x [T / R, *, H] and one [H] -> R x [T / R, *, H]. weight gets the gradient of all rows."""
     normed = [F.rms_norm(x, weight.shape, weight, eps) for x in zero_pads_of_shards(x_shards, meta)]
     if bias is not None:
         normed = [x + bias for x in normed]
@@ -135,7 +135,7 @@ def rms_norm(
 def layer_norm(
     x_shards: Shards, weight: Tensor, bias: Tensor | None, eps: float, meta: PaddedSeqMeta
 ) -> list[Tensor]:
-    """R x [T / R, *, H], one [H] and one [H] -> the same shapes; gradients as in `rms_norm`."""
+    """R x [T / R, *, H], one [H] and one [H] -> the same shapes; gradients as in ``rms_norm``."""
     x_shards = zero_pads_of_shards(x_shards, meta)
     normed = [F.layer_norm(x, weight.shape, weight, bias, eps) for x in x_shards]
     return zero_pads_of_shards(normed, meta)
@@ -152,7 +152,7 @@ def layer_norm_column_parallel_linear(
     eps: float = 1e-5,
     normalization: str = "LayerNorm",
 ) -> list[Tensor]:
-    """`layer_norm` or, for normalization="RMSNorm", `rms_norm`, then `column_parallel_linear`."""
+    """``layer_norm``, or ``rms_norm`` for "RMSNorm", then ``column_parallel_linear``."""
     norm = {"LayerNorm": layer_norm, "RMSNorm": rms_norm}[normalization]
     normed = norm(x_shards, norm_weight, norm_bias, eps, meta)
     return column_parallel_linear(normed, weight_shards, bias_shards, meta)

@@ -5,6 +5,9 @@ A tensor [S, ...] is taken as S rows of ``row_elements`` adjacent elements, ``ro
 apart: contiguous, or a slice of columns of a contiguous one. Offsets are 64 bits wide.
 """
 
+# pyright: reportArgumentType=false
+# (an int becomes a tl.constexpr at launch, which Triton's types do not say)
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +20,7 @@ _LOOKUP_ROWS, _LOOKUP_COLUMNS = 16, 128
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels take x: elements of 1, 2, 4 or 8 bytes, rows dense and not overlapping."""
+    """Whether the kernels take x: elements of up to 8 bytes, in dense rows that do not overlap."""
     if x.dim() == 0 or x.itemsize > 8:
         return False
     row_elements = 1
@@ -67,8 +70,8 @@ def zero_pads_(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, first_r
                 num_sequences,
                 first_row,
                 x.shape[0],
-                _row_elements(x),
                 x.stride(0),
+                _row_elements(x),
                 num_sequences.bit_length(),
                 _LOOKUP_ROWS,
                 _LOOKUP_COLUMNS,
@@ -138,8 +141,8 @@ def _zero_pads(
     num_sequences,
     first_row,
     num_rows,
-    row_elements,
     row_stride,
+    ROW_ELEMENTS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -163,10 +166,10 @@ def _zero_pads(
     length -= tl.load(cu_seqlens + sequence, mask=inside, other=0)
     is_pad = inside & (row + first_row - start >= length)
 
-    for first_column in range(0, row_elements, BLOCK_COLUMNS):
+    for first_column in range(0, ROW_ELEMENTS, BLOCK_COLUMNS):
         column = first_column + tl.arange(0, BLOCK_COLUMNS)
         tl.store(
             x + row[:, None] * row_stride + column[None, :],
             0,
-            mask=is_pad[:, None] & (column < row_elements)[None, :],
+            mask=is_pad[:, None] & (column < ROW_ELEMENTS)[None, :],
         )

@@ -1,0 +1,245 @@
+"""``DotProductAttention``: attention of packed sequences, head-parallel, in the padded layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from padded_sp import backends
+from padded_sp.collectives import group_size
+from padded_sp.context import resolve_meta
+from padded_sp.inert import inert_input, inert_output
+from padded_sp.meta import PaddedSeqMeta
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+_MASKS = ("causal", "causal_bottom_right", "full")
+# Arguments of other libraries' attention, and what they ask for.
+_UNSUPPORTED = {
+    "softmax_type": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "a soft cap on scores",
+    "logits_soft_cap": "a soft cap on scores",
+    "kv_cache": "a KV cache",
+    "inference_params": "a KV cache",
+}
+
+
+class DotProductAttention(nn.Module):
+    """softmax(scale Q K^T) V of each sequence by itself, pad rows exactly zero.
+
+    Args:
+        num_heads: query heads of all ranks together.
+        head_dim: size of a query's and a key's head.
+        num_kv_heads: key and value heads of all ranks together, for GQA and MQA. None: num_heads.
+        v_head_dim: size of a value's head, for MLA. None: head_dim.
+        mask: "full", or "causal", which is aligned bottom-right: the last query of a sequence sees
+            its last key, also where a sequence has unequal numbers of queries and keys. Its full
+            name, "causal_bottom_right", is taken too.
+        window: (left, right): a query sees that many keys before and after its own place, -1 for
+            no limit. A causal mask is right = 0. None: no window.
+        dropout: probability of dropping an attention weight, in training mode only.
+        softmax_scale: None: head_dim ** -0.5.
+        tp_group: the ranks that share the heads. No communication: ranks hold whole heads.
+        tp_size: its size, where the group comes later or never.
+        get_rng_state_tracker: returns a tracker of RNG states; dropout draws under its ``fork()``,
+            so that ranks drop differently. None: the default generator.
+        backend: a key of ``padded_sp.backends.ATTENTION``. "torch": FlashAttention on GPUs in half
+            precision, else scaled_dot_product_attention of one sequence after another.
+        inplace: may write zeros into the pad rows of q, k and v.
+
+    Raises: ValueError: head counts that the ranks or the KV heads do not divide; a mask, window,
+        dropout or backend that does not exist; anything of sinks, soft cap or KV cache.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        v_head_dim: int | None = None,
+        *,
+        mask: str = "causal",
+        window: tuple[int, int] | None = None,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        backend: str = "torch",
+        inplace: bool = True,
+        **unsupported: Any,
+    ) -> None:
+        super().__init__()
+        _refuse(unsupported)
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.mask = mask
+        self.window = _window(mask, window)
+        self.dropout = dropout
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.backend = backend
+        self.inplace = inplace
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+        if min(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim) < 1:
+            raise ValueError(
+                f"head counts and sizes must be positive, got {self.num_heads} and "
+                f"{self.num_kv_heads} heads of {self.head_dim} and {self.v_head_dim}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
+                f"{self.num_kv_heads}; the third argument counts KV heads, v_head_dim= is the size "
+                "of a value's head"
+            )
+        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self._attend = backends.load(backends.ATTENTION, backend).dot_product_attention
+        self.tp_size = group_size(tp_group) if tp_size == 1 else tp_size
+        for name, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
+            if self.tp_size < 1 or heads % self.tp_size:
+                raise ValueError(
+                    f"{name}={heads} does not divide over {self.tp_size} ranks; with fewer KV "
+                    "heads than ranks, repeat them to one a rank and pass the repeated count"
+                )
+        self.set_tensor_parallel_group(tp_group)
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
+        """Names the ranks that share the heads. Nothing is communicated among them.
+
+        Raises: ValueError: the group has not ``tp_size`` ranks.
+        """
+        if tp_group is not None and group_size(tp_group) != self.tp_size:
+            raise ValueError(
+                f"the group has {group_size(tp_group)} ranks, DotProductAttention was built with "
+                f"tp_size={self.tp_size}: build it with the group's size or with tp_group= itself"
+            )
+        self.tp_group = tp_group
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: PaddedSeqMeta | None = None,
+        kv_meta: PaddedSeqMeta | None = None,
+        **unsupported: Any,
+    ) -> Tensor:
+        """Attends inside each sequence.
+
+            q    [T, heads / tp, head_dim]          T    = meta.num_rows
+            k    [T_kv, kv_heads / tp, head_dim]    T_kv = kv_meta.num_rows
+            v    [T_kv, kv_heads / tp, v_head_dim]
+            out  [T, heads / tp * v_head_dim]
+
+        Args:
+            q, k, v: of one floating dtype, which the result has too (that of autocast inside it).
+            meta: boundaries of the queries; None: that of the surrounding ``seq_meta``.
+            kv_meta: boundaries of keys and values, sequence by sequence those of the same queries.
+                None: meta.
+
+        Communicates nothing. Pad rows of the result and of the gradients of q, k and v are exactly
+        zero, and so are those of queries that see no key.
+
+        Raises: ValueError: q, k and v that disagree with the metas, the head counts or each other.
+        Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2; Dao 2023, arXiv:2307.08691.
+        """
+        _refuse(unsupported)
+        meta = resolve_meta(meta)
+        kv_meta = meta if kv_meta is None else kv_meta
+        q, k, v = (_autocast(t, meta.device.type) for t in (q, k, v))
+        self._check(q, k, v, meta, kv_meta)
+
+        q = inert_input(q, meta, inplace=self.inplace)
+        k = inert_input(k, kv_meta, inplace=self.inplace)
+        v = inert_input(v, kv_meta, inplace=self.inplace)
+        dropout = self.dropout if self.training else 0.0
+        with self._rng(dropout):
+            out = self._attend(
+                q,
+                k,
+                v,
+                meta,
+                kv_meta,
+                window=self.window,
+                dropout=dropout,
+                softmax_scale=self.softmax_scale,
+            )
+        return inert_output(out.flatten(1), meta, inplace=self.inplace)
+
+    def _rng(self, dropout: float) -> Any:
+        if dropout == 0 or self.get_rng_state_tracker is None:
+            return nullcontext()
+        return self.get_rng_state_tracker().fork()
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, meta: PaddedSeqMeta, kv_meta: PaddedSeqMeta
+    ) -> None:
+        if kv_meta.num_sequences != meta.num_sequences:
+            raise ValueError(
+                f"kv_meta has {kv_meta.num_sequences} sequences, meta has {meta.num_sequences}; "
+                "give the keys of each query sequence, of length 0 where there are none"
+            )
+        heads, kv_heads = self.num_heads // self.tp_size, self.num_kv_heads // self.tp_size
+        for name, x, x_meta, num_heads, head_dim in (
+            ("q", q, meta, heads, self.head_dim),
+            ("k", k, kv_meta, kv_heads, self.head_dim),
+            ("v", v, kv_meta, kv_heads, self.v_head_dim),
+        ):
+            if x.dim() != 3 or x.shape[1:] != (num_heads, head_dim):
+                raise ValueError(
+                    f"{name} must be [rows, {num_heads}, {head_dim}] on each of {self.tp_size} "
+                    f"ranks, got {tuple(x.shape)}; head counts are given for all ranks together"
+                )
+            x_meta.check_rows(x, name)
+            if x.device != x_meta.device:
+                raise ValueError(
+                    f"{name} is on {x.device}, its meta on {x_meta.device}; move it by meta.to()"
+                )
+            if x.dtype != q.dtype or not x.is_floating_point():
+                raise ValueError(
+                    f"q, k and v must have one floating dtype, got {q.dtype} for q and {x.dtype} "
+                    f"for {name}; cast them"
+                )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_heads} heads of {self.head_dim}, {self.num_kv_heads} KV heads with values "
+            f"of {self.v_head_dim}, mask={self.mask!r}, window={self.window}, "
+            f"dropout={self.dropout}, tp_size={self.tp_size}, backend={self.backend!r}"
+        )
+
+
+def _window(mask: str, window: tuple[int, int] | None) -> tuple[int, int]:
+    """The mask and the window as one window (left, right), -1 for no limit."""
+    if mask not in _MASKS:
+        raise ValueError(f"mask must be one of {', '.join(_MASKS)}; got {mask!r}")
+    left, right = (-1, -1) if window is None else window
+    if min(left, right) < -1:
+        raise ValueError(f"window must be (left, right), each -1 (no limit) or more, got {window}")
+    return (left, right) if mask == "full" else (left, 0)
+
+
+def _refuse(unsupported: dict[str, Any]) -> None:
+    for name, value in unsupported.items():
+        if name not in _UNSUPPORTED:
+            raise TypeError(f"DotProductAttention got an unexpected argument {name!r}")
+        if value is not None and (isinstance(value, Tensor) or value not in (0, "vanilla")):
+            raise ValueError(
+                f"{name}={value!r} asks for {_UNSUPPORTED[name]}, which padded_sp's attention does "
+                "not support; leave it out, or use another attention for this layer"
+            )
+
+
+def _autocast(x: Tensor, device_type: str) -> Tensor:
+    """x in the dtype of autocast, where that is on. Like PyTorch's own, it leaves float64 alone."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return x
+    return x.to(torch.get_autocast_dtype(device_type))

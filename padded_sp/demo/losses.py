@@ -1,0 +1,115 @@
+"""From a batch to its loss: by padded_sp's layers, or by plain torch handled as others do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from padded_sp.collectives import group_rank, group_size
+from padded_sp.demo.arms import Handling
+from padded_sp.demo.batch import Batch
+from padded_sp.demo.model import Llama, LlamaConfig
+from padded_sp.demo.plain import plain_logits
+from padded_sp.demo.text import PAD
+from padded_sp.meta import PaddedSeqMeta
+from padded_sp.vocabulary import vocab_parallel_cross_entropy
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one batch: what is trained on, and the mean over the real tokens' labels."""
+
+    trained: Tensor
+    real: Tensor
+
+
+class PaddedModel(nn.Module):
+    """``model.Llama`` and its loss.
+
+    Args:
+        poisoned: fill the pad rows of every layer's output, and of the gradient that comes back
+            to it, with NaN: nothing may change.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        group: ProcessGroup | None,
+        device: torch.device,
+        poisoned: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.llama = Llama(config, group, device)
+        self._meta: PaddedSeqMeta | None = None
+        layers = [m for m in self.llama.modules() if not any(True for _ in m.children())]
+        for layer in layers if poisoned else ():
+            layer.register_forward_hook(self._poison)
+
+    def forward(self, batch: Batch) -> Losses:
+        """The mean over the real tokens' labels, the same on each rank."""
+        self._meta = batch.meta
+        logits = self.llama(batch.ids, batch.meta)
+        loss = vocab_parallel_cross_entropy(
+            logits, batch.labels, batch.meta, tp_group=self.group
+        )
+        return Losses(loss, loss)
+
+    def _poison(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        meta = self._meta
+        assert meta is not None
+        mask = meta.padding_mask
+        if output.shape[0] != meta.num_rows:
+            mask = meta.shard(mask, group_rank(self.group), group_size(self.group))
+        return _Poison.apply(output, mask[:, None])
+
+
+class _Poison(torch.autograd.Function):
+    """NaN where ``mask`` is set, in the values and in their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return x.masked_fill(mask, float("nan"))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        (mask,) = ctx.saved_tensors
+        return grad.masked_fill(mask, float("nan")), None
+
+
+class PlainModel(nn.Module):
+    """``plain.plain_logits`` with the same weights, and a loss as ``handling`` says."""
+
+    def __init__(self, config: LlamaConfig, device: torch.device, handling: Handling) -> None:
+        super().__init__()
+        self.config, self.handling = config, handling
+        drawn = Llama(config, None, device)
+        self.names = list(drawn.state_dict())
+        self.values = nn.ParameterList(drawn.state_dict().values())
+        if handling.zero_pad_embedding:
+            with torch.no_grad():
+                self.values[self.names.index("embedding.weight")][PAD] = 0
+
+    def forward(self, batch: Batch) -> Losses:
+        """What is trained on may count pads."""
+        weights = dict(zip(self.names, self.values, strict=True))
+        logits = plain_logits(
+            weights,
+            self.config,
+            batch.ids,
+            self.handling.spans(batch.meta),
+            self.handling.unwritten,
+        )
+        real = F.cross_entropy(logits, batch.labels)
+        if not self.handling.keeps_pad_loss:
+            return Losses(real, real)
+        labels = batch.labels.masked_fill(batch.labels == -100, PAD)
+        return Losses(F.cross_entropy(logits, labels), real)

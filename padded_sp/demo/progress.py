@@ -1,0 +1,76 @@
+"""Progress of the demo's arms: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+_LINES_PER_ARM = 4
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One step of one arm."""
+
+    arm: str
+    loss: float
+    gradient_norm: float
+
+
+class Progress:
+    """Shows the steps of all arms as they are told.
+
+    Args:
+        arms: names, in the order to show them.
+        steps: of each arm.
+    """
+
+    def __init__(self, console: Console, arms: Sequence[str], steps: int) -> None:
+        self._console, self._steps = console, steps
+        self._done: Counter[str] = Counter()
+        self._bars = Bars(
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks = {
+            arm: self._bars.add_task(arm, total=steps, start=False, figures="") for arm in arms
+        }
+
+    def show(self, step: StepDone) -> None:
+        """Takes one step's news."""
+        self._done[step.arm] += 1
+        done = self._done[step.arm]
+        figures = f"loss {step.loss:.3f}, gradient {step.gradient_norm:.3g}"
+        task = self._tasks[step.arm]
+        if done == 1:
+            self._bars.start_task(task)
+        self._bars.update(task, completed=done, figures=figures)
+        if self._bars.disable and self._is_worth_a_line(done):
+            self._console.print(f"{step.arm}: step {done}/{self._steps}, {figures}", highlight=False)
+
+    def _is_worth_a_line(self, done: int) -> bool:
+        every = max(1, self._steps // _LINES_PER_ARM)
+        return done % every == 0 or done == self._steps
+
+    def __enter__(self) -> Progress:
+        self._bars.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.__exit__(kind, error, trace)

@@ -1,0 +1,126 @@
+"""The one training loop of the demo, the same for every arm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from padded_sp.collectives import all_reduce, group_name, group_size
+from padded_sp.demo.arms import Arm
+from padded_sp.demo.batch import Batch, Pack
+from padded_sp.demo.losses import PaddedModel, PlainModel
+from padded_sp.demo.model import LlamaConfig
+from padded_sp.gradients import reduce_replicated_gradients
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of training showed.
+
+    Attributes:
+        loss: the mean over real tokens' labels, in nats, before the update.
+        gradient_norm: of the whole model, of the loss that is trained on.
+        seconds: wall-clock time of forward, backward and update.
+    """
+
+    loss: float
+    gradient_norm: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """An arm, trained.
+
+    Attributes:
+        num_tokens: real tokens of each step.
+        num_rows: rows of each step, pads included.
+    """
+
+    arm: Arm
+    steps: list[Step]
+    num_tokens: list[int]
+    num_rows: list[int]
+
+    @property
+    def padding_share(self) -> float:
+        """Pads over rows, of all steps together."""
+        return 1 - sum(self.num_tokens) / sum(self.num_rows)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens per second; the first step, which warms up, is left out if there are more."""
+        first = 1 if len(self.steps) > 1 else 0
+        seconds = sum(step.seconds for step in self.steps[first:])
+        return sum(self.num_tokens[first:]) / seconds
+
+
+def train(
+    arm: Arm,
+    config: LlamaConfig,
+    packs: Sequence[Pack],
+    *,
+    group: ProcessGroup | None,
+    device: torch.device,
+    seed: int,
+    learning_rate: float,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> Run:
+    """Trains one arm with AdamW, one step a pack.
+
+    Args:
+        group: the ranks of the arm; None for one.
+        seed: of the weights, which are the same in every arm.
+    """
+    torch.manual_seed(seed)
+    model = (
+        PaddedModel(config, group, device, arm.poisoned)
+        if arm.handling is None
+        else PlainModel(config, device, arm.handling)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
+    batches = [Batch.of(pack, arm.policy, device) for pack in packs]
+    steps = []
+    for batch in batches:
+        start = time.perf_counter()
+        losses = model(batch)
+        optimizer.zero_grad()
+        losses.trained.backward()
+        reduce_replicated_gradients(model, group)
+        norm = gradient_norm(model, group)
+        optimizer.step()
+        loss, norm = torch.stack((losses.real.detach(), norm)).tolist()  # waits for the device
+        steps.append(Step(loss, norm, time.perf_counter() - start))
+        on_step(steps[-1])
+    return Run(
+        arm,
+        steps,
+        [batch.meta.num_tokens for batch in batches],
+        [batch.meta.num_rows for batch in batches],
+    )
+
+
+@torch.no_grad()
+def gradient_norm(model: nn.Module, group: ProcessGroup | None) -> Tensor:
+    """The 2-norm of the whole model's gradient, the same on each rank.
+
+    Each rank holds a part of the divided parameters, whose squares are summed over ranks, and all
+    of the replicated ones, which count once. Call it after ``reduce_replicated_gradients``.
+
+    Communicates one number.
+    """
+    divided, replicated = [], []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            shared = getattr(parameter, "sequence_parallel", False)
+            (replicated if shared else divided).append(parameter.grad.square().sum())
+    squares = all_reduce(torch.stack(divided).sum(), group_name(group), group_size(group))
+    return torch.stack([squares, *replicated]).sum().sqrt()

@@ -1,0 +1,302 @@
+"""The linears of a tensor-parallel block: ``te.Linear``'s argument names, padded packs, inert pads.
+
+A column-parallel linear divides its output features over the ranks and gathers its input's rows; a
+row-parallel one divides its input features and scatters the sum of the ranks' terms by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from padded_sp.backends import torch_linear
+from padded_sp.context import resolve_meta
+from padded_sp.inert import inert_input, inert_output
+from padded_sp.meta import PaddedSeqMeta
+from padded_sp.normalization import check_normalization, norm_specs, normalize
+from padded_sp.parallel_layer import (
+    InitMethod,
+    ParallelLayer,
+    ParameterSpec,
+    autocast_operands,
+    normal_init,
+)
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+PartsSplit = Sequence[str] | Mapping[str, int]
+
+
+class _ParallelLinear(ParallelLayer):
+    """The parameters of a linear, whole or in named parts."""
+
+    _partition_dim: int  # of the weight [O, K]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = True,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        parameters_split: PartsSplit | None = None,
+        inplace: bool = True,
+    ) -> None:
+        super().__init__(
+            tp_group=tp_group,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
+            device=device,
+            inplace=inplace,
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
+        self._weight_names, self._bias_names = [], []
+        by_columns = self._partition_dim == 0
+        for part, features in _parts(parameters_split, out_features).items():
+            weight = ParameterSpec(
+                (features, in_features), self._partition_dim, init_method or normal_init
+            )
+            self._weight_names.append(f"{part}weight")
+            self._add_parameter(self._weight_names[-1], weight)
+            if bias:
+                self._bias_names.append(f"{part}bias")
+                spec = ParameterSpec((features,), 0 if by_columns else None, nn.init.zeros_)
+                self._add_parameter(self._bias_names[-1], spec)
+        self.reset_parameters()
+
+    def _whole(self, names: list[str]) -> Tensor | None:
+        """This rank's part of each named parameter, one below the other."""
+        parts = [getattr(self, name) for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """x, weight, the bias to add and the bias to return, in the dtype to compute in."""
+        x, weight, bias = autocast_operands(
+            x, self._whole(self._weight_names), self._whole(self._bias_names)
+        )
+        return (x, weight, None, bias) if self.return_bias else (x, weight, bias, None)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}, tp_size={self.tp_size}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x W^T + b, output features divided over the R ranks of ``tp_group``; pads are inert.
+
+    Over R ranks, T = meta.num_rows, K = in_features, O = out_features:
+        x        [T / R, *, K]    this rank's rows; [T, *, K] without ``sequence_parallel``
+        weight   [O / R, K]       bias [O / R]
+        y        [T, *, O / R]
+        forward    y = all_gather(x) W^T + b
+        backward   grad_x = reduce_scatter(grad_y W);  grad_weight = grad_y^T all_gather(x)
+    Communicates T * K elements for each of y, grad_x and grad_weight. Without
+    ``sequence_parallel`` only grad_x, by an all-reduce.
+
+    Args:
+        in_features, out_features: K and O of the whole layer.
+        bias: whether there is one.
+        tp_group, tp_size: the ranks, or their number if the group comes later through
+            ``set_tensor_parallel_group(group)``. Without either: one rank, no process group.
+        sequence_parallel: x is divided by rows. True by default; Transformer Engine's is False.
+        params_dtype: of the parameters; None: torch's default.
+        device: of the parameters; None: torch's default.
+        init_method: writes the whole weight in place; None: normal, standard deviation 0.023.
+        return_bias: return (y, bias) with bias not added, for the caller to fuse.
+        parameters_split: names the parts of a fused weight: equal parts, or name -> features
+            of the whole layer. Parameters are then ``{name}_weight`` and ``{name}_bias``, and y
+            holds this rank's features of each part, one after the other.
+        inplace: False: never write to pad rows of the caller's tensors, copy.
+
+    Raises: ValueError: a part that R does not divide; parts that do not add up; at the call, before
+        anything is communicated: no group, x or meta of other rows, features, dtype or device.
+    """
+
+    _partition_dim = 0
+
+    def forward(
+        self, x: Tensor, meta: PaddedSeqMeta | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [T / R, *, K] -> [T, *, O / R]; (that, bias) with ``return_bias``."""
+        meta = resolve_meta(meta)
+        self._check(x, meta)
+        first_row = self._first_row(meta)
+        x, weight, bias, returned_bias = self._operands(x)
+        x = inert_input(x, meta, first_row=first_row, inplace=self.inplace)
+        y = self._multiply(x, weight, bias, meta)
+        return (y, returned_bias) if self.return_bias else y
+
+    def _check(self, x: Tensor, meta: PaddedSeqMeta) -> None:
+        self._check_input(
+            x,
+            meta,
+            features=self.in_features,
+            shards=self.tp_size if self.sequence_parallel else 1,
+            parameter=getattr(self, self._weight_names[0]),
+        )
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, meta: PaddedSeqMeta
+    ) -> Tensor:
+        y = torch_linear.column_parallel_linear(
+            x.flatten(0, -2), weight, bias, self._group_name, self.tp_size, self.sequence_parallel
+        )
+        y = y.view(meta.num_rows, *x.shape[1:-1], weight.shape[0])
+        return inert_output(y, meta, inplace=self.inplace, is_zero=bias is None)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = x W^T + b, input features divided over the R ranks of ``tp_group``; pads are inert.
+
+    Over R ranks, T = meta.num_rows, K = in_features, O = out_features:
+        x        [T, *, K / R]    this rank's features of every row
+        weight   [O, K / R]       bias [O], the same on each rank
+        y        [T / R, *, O]    this rank's rows; [T, *, O] without ``sequence_parallel``
+        forward    y = reduce_scatter(x W^T) + b
+        backward   grad_y_full = all_gather(grad_y);  grad_x = grad_y_full W
+                   grad_weight = grad_y_full^T x;  grad_bias = sum of grad_y over this rank's rows
+    Communicates T * O elements each way. Without ``sequence_parallel``: an all-reduce forward,
+    nothing backward. Under it the bias's gradient is partial: ``reduce_replicated_gradients``.
+
+    Args: as :class:`ColumnParallelLinear`; ``sequence_parallel`` divides y by rows.
+
+    Raises: ValueError: in_features that R does not divide; otherwise as there.
+    """
+
+    _partition_dim = 1
+
+    def forward(
+        self, x: Tensor, meta: PaddedSeqMeta | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [T, *, K / R] -> [T / R, *, O]; (that, bias) with ``return_bias``."""
+        meta = resolve_meta(meta)
+        self._check_input(
+            x,
+            meta,
+            features=self.in_features // self.tp_size,
+            shards=1,
+            parameter=getattr(self, self._weight_names[0]),
+        )
+        x, weight, bias, returned_bias = self._operands(x)
+        x = inert_input(x, meta, inplace=self.inplace)
+        y = torch_linear.row_parallel_linear(
+            x.flatten(0, -2), weight, bias, self._group_name, self.tp_size, self.sequence_parallel
+        )
+        rows = meta.num_rows // (self.tp_size if self.sequence_parallel else 1)
+        y = y.view(rows, *x.shape[1:-1], self.out_features)
+        y = inert_output(
+            y,
+            meta,
+            first_row=self._first_row(meta),
+            inplace=self.inplace,
+            is_zero=bias is None,
+        )
+        return (y, returned_bias) if self.return_bias else y
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """LayerNorm or RMSNorm of each row, then a column-parallel linear; pads are inert.
+
+    Over R ranks, T = meta.num_rows, K = in_features, O = out_features:
+        x                  [T / R, *, K]   this rank's rows; [T, *, K] without ``sequence_parallel``
+        layer_norm_weight  [K]             layer_norm_bias [K], not with "RMSNorm"
+        y                  [T, *, O / R]
+        forward    y = all_gather(norm(x)) W^T + b
+    The norm works on this rank's rows and communicates nothing; the gradients of its parameters
+    are partial under ``sequence_parallel``: ``reduce_replicated_gradients``. The rest as
+    :class:`ColumnParallelLinear`.
+
+    Args:
+        normalization: "LayerNorm" or "RMSNorm".
+        eps: added to the variance, or to the mean square.
+        zero_centered_gamma: layer_norm_weight is stored minus one.
+        return_layernorm_output: return the normalised rows of this rank too, after y (and bias).
+
+    Raises: ValueError: another ``normalization``; otherwise as :class:`ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        **linear: Any,
+    ) -> None:
+        check_normalization(normalization)
+        super().__init__(in_features, out_features, **linear)
+        self.eps, self.normalization = eps, normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.layer_norm_bias: Tensor | None
+        specs = norm_specs(in_features, normalization, zero_centered_gamma)
+        for name in ("weight", "bias"):
+            self._add_parameter(f"layer_norm_{name}", specs.get(name))
+        self._draw({f"layer_norm_{name}" for name in specs})
+
+    def forward(self, x: Tensor, meta: PaddedSeqMeta | None = None) -> Any:
+        """x [T / R, *, K] -> y [T, *, O / R], or (y, bias, normalised x) as asked for."""
+        meta = resolve_meta(meta)
+        self._check(x, meta)
+        rows = {"first_row": self._first_row(meta), "inplace": self.inplace}
+        normed = normalize(
+            inert_input(x, meta, **rows),
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            normalization=self.normalization,
+            eps=self.eps,
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+        normed = inert_output(normed, meta, **rows, is_zero=self.layer_norm_bias is None)
+        operand, weight, bias, returned_bias = self._operands(normed)
+        y = self._multiply(operand, weight, bias, meta)
+        returned = (y,)
+        if self.return_bias:
+            returned += (returned_bias,)
+        if self.return_layernorm_output:
+            returned += (normed,)
+        return returned if len(returned) > 1 else y
+
+
+def _parts(split: PartsSplit | None, out_features: int) -> dict[str, int]:
+    """The prefix of each part's parameters, and its share of the whole layer's features."""
+    if split is None:
+        return {"": out_features}
+    if isinstance(split, str) or not split:
+        raise ValueError(
+            f"parameters_split takes names, or a dict of name -> features, got {split!r}"
+        )
+    if not isinstance(split, Mapping):
+        if out_features % len(split):
+            raise ValueError(
+                f"parameters_split names {len(split)} equal parts, which do not divide "
+                f"{out_features} features: give a dict of name -> features"
+            )
+        split = [(name, out_features // len(split)) for name in split]
+    else:
+        split = list(split.items())
+    parts = {f"{name.rstrip('_')}_": features for name, features in split}
+    if len(parts) != len(split) or sum(parts.values()) != out_features:
+        raise ValueError(
+            f"parameters_split must name parts of different names that add up to "
+            f"{out_features} features, got {dict(split)}"
+        )
+    return parts

@@ -1,0 +1,216 @@
+"""One function, run again and again on equal inputs, for the comparisons of ``testing.py``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from padded_sp.collectives import group_rank, group_size
+from padded_sp.context import seq_meta
+from padded_sp.meta import PaddedSeqMeta
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+Params = nn.Module | Mapping[str, Tensor] | Iterable[Tensor]
+
+
+class Results(NamedTuple):
+    """What one run left behind, each by a name to print."""
+
+    outputs: dict[str, Tensor]
+    input_gradients: dict[str, Tensor]
+    parameter_gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class Trial:
+    """A function, its inputs and their meta; ``assert_padding_inert`` explains the arguments.
+
+    Raises: ValueError: no input has the rows of ``meta``.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        inputs: Inputs,
+        meta: PaddedSeqMeta,
+        params: Params | None = None,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        self.fn, self.inputs, self.meta, self.tp_group = fn, inputs, meta, tp_group
+        self.parameters, self.buffers = _state(fn if params is None else params)
+        self._takes_meta = "meta" in _arguments(fn)
+        if all(self.first_row(x) is None for x in _named(inputs).values()):
+            raise ValueError(
+                f"no input has the {meta.num_rows} rows of its meta, nor a shard of them: got "
+                f"{[tuple(x.shape) for x in _named(inputs).values()]}; pass what the meta packs, "
+                "and tp_group= for shards"
+            )
+
+    def run(self, pad: float = 0.0) -> Results:
+        """Forward and backward with ``pad`` in every pad row, of inputs and output gradients.
+
+        Every run starts from the same RNG state and the same buffers. It leaves those, and every
+        parameter's ``.grad``, as they were.
+        """
+        kept_gradients = [(p, p.grad) for p in self.parameters.values()]
+        kept_buffers = [(b, b.detach().clone()) for b in self.buffers.values()]
+        devices = {x.device for x in _named(self.inputs).values() if x.is_cuda}
+        try:
+            for parameter, _ in kept_gradients:
+                parameter.grad = None
+            with torch.random.fork_rng(list(devices)):
+                return self._run(pad)
+        finally:
+            for parameter, grad in kept_gradients:
+                parameter.grad = grad
+            with torch.no_grad():
+                for buffer, value in kept_buffers:
+                    buffer.copy_(value)
+
+    def _run(self, pad: float) -> Results:
+        leaves = {name: self.padded(x, pad) for name, x in _named(self.inputs).items()}
+        for leaf in leaves.values():
+            leaf.requires_grad_(leaf.is_floating_point())
+        # As inside a model, where pad rows may be overwritten: no leaves.
+        activations = {name: leaf.clone() for name, leaf in leaves.items()}
+        with torch.enable_grad(), seq_meta(self.meta):
+            outputs = _outputs(self._call(activations))
+        incoming = self.output_gradients(outputs, pad)
+        differentiable = [name for name, y in outputs.items() if y.requires_grad]
+        if differentiable:
+            torch.autograd.backward(
+                [outputs[name] for name in differentiable],
+                [incoming[name] for name in differentiable],
+            )
+        return Results(
+            {name: y.detach() for name, y in outputs.items()},
+            _gradients("input", leaves),
+            _gradients("parameter", self.parameters),
+            {f"buffer {name}": b.detach().clone() for name, b in self.buffers.items()},
+        )
+
+    def _call(self, inputs: dict[str, Tensor]) -> Any:
+        keywords = {"meta": self.meta} if self._takes_meta else {}
+        if isinstance(self.inputs, Mapping):
+            return self.fn(**inputs, **keywords)
+        return self.fn(*inputs.values(), **keywords)
+
+    def output_gradients(self, outputs: dict[str, Tensor], pad: float) -> dict[str, Tensor]:
+        """The gradients that come in: 1 for a loss, else random, the same in every run."""
+        gradients = {}
+        for seed, (name, y) in enumerate(outputs.items()):
+            gradients[name] = torch.ones_like(y)
+            if y.dim() and y.is_floating_point():
+                generator = torch.Generator(y.device).manual_seed(seed)
+                gradients[name] = torch.randn(
+                    y.shape, generator=generator, dtype=y.dtype, device=y.device
+                )
+            gradients[name] = self.padded(gradients[name], pad)
+        return gradients
+
+    def padded(self, x: Tensor, pad: float) -> Tensor:
+        """A clone of ``x`` with ``pad`` in its pad rows, if it has rows.
+
+        Integers get 0 or the largest real value, which any embedding can look up.
+        """
+        x = x.detach().clone()
+        is_pad = self.is_pad(x)
+        if is_pad is None or not x.numel():
+            return x
+        if x.dtype != torch.bool and not x.is_floating_point():
+            pad = 0 if pad == 0 or is_pad.all() else int(x[~is_pad].max())
+        return x.masked_fill_(is_pad, pad)
+
+    def first_row(self, x: Tensor) -> int | None:
+        """The row of the pack at which ``x`` starts; None if ``x`` is no tensor of rows."""
+        rows, all_rows = x.shape[0] if x.dim() else -1, self.meta.num_rows
+        if rows == all_rows:
+            return 0
+        if rows * group_size(self.tp_group) == all_rows:
+            return rows * group_rank(self.tp_group)
+        return None
+
+    def is_pad(self, x: Tensor) -> Tensor | None:
+        """bool, broadcastable to ``x``: its pad rows; None if ``x`` is no tensor of rows."""
+        first = self.first_row(x)
+        if first is None:
+            return None
+        mask = self.meta.padding_mask[first : first + x.shape[0]].to(x.device)
+        return mask.view(-1, *[1] * (x.dim() - 1))
+
+
+class SequenceTrial(Trial):
+    """The same for one sequence: the real rows ``rows`` of ``whole``, with a meta of their own."""
+
+    def __init__(self, whole: Trial, rows: slice, gradients: dict[str, Tensor]) -> None:
+        def cut(x: Tensor) -> Tensor:
+            return x if whole.first_row(x) is None else x[rows]
+
+        inputs = whole.inputs
+        if isinstance(inputs, Tensor):
+            inputs = cut(inputs)
+        elif isinstance(inputs, Mapping):
+            inputs = {name: cut(x) for name, x in inputs.items()}
+        else:
+            inputs = [cut(x) for x in inputs]
+        meta = PaddedSeqMeta.from_seq_lens([rows.stop - rows.start], device=whole.meta.device)
+        super().__init__(whole.fn, inputs, meta)
+        self.parameters, self.buffers = whole.parameters, whole.buffers
+        self._incoming = {name: gradient[rows] for name, gradient in gradients.items()}
+
+    def output_gradients(self, outputs: dict[str, Tensor], pad: float) -> dict[str, Tensor]:
+        """This sequence's rows of the gradients that the whole pack gets."""
+        return {name: self._incoming[name].clone() for name in outputs}
+
+
+def _named(inputs: Inputs | Iterable[Tensor]) -> dict[str, Tensor]:
+    if isinstance(inputs, Tensor):
+        inputs = [inputs]
+    pairs = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    return {str(name): x for name, x in pairs}
+
+
+def _state(owner: Callable[..., Any] | Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trainable parameters, and the buffers, of a module; of a function what was given."""
+    if isinstance(owner, nn.Module):
+        parameters, buffers = dict(owner.named_parameters()), dict(owner.named_buffers())
+    else:
+        parameters, buffers = {} if callable(owner) else _named(owner), {}
+    return {name: p for name, p in parameters.items() if p.requires_grad}, buffers
+
+
+def _arguments(fn: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
+    except ValueError:  # a builtin without a signature, such as torch.exp
+        return ()
+
+
+def _outputs(returned: Any, name: str = "output") -> dict[str, Tensor]:
+    """The tensors in what a function returned."""
+    if isinstance(returned, Tensor):
+        return {name: returned}
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(returned, Mapping):
+        parts = returned.items()
+    elif isinstance(returned, (tuple, list)):
+        parts = enumerate(returned)
+    found: dict[str, Tensor] = {}
+    for key, part in parts:
+        found |= _outputs(part, f"{name}[{key!r}]")
+    return found
+
+
+def _gradients(kind: str, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"gradient of {kind} {name}": leaf.grad
+        for name, leaf in leaves.items()
+        if leaf.grad is not None
+    }
