@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,7 @@ from typing import Annotated
 _MISSING = [name for name in ("tyro", "rich", "matplotlib") if find_spec(name) is None]
 if _MISSING:
     sys.exit(
-        f"python -m padded_sp needs {', '.join(_MISSING)}: "
-        "python -m pip install 'padded_sp[cli]'"
+        f"python -m padded_sp needs {', '.join(_MISSING)}: python -m pip install 'padded_sp[cli]'"
     )
 
 import torch  # noqa: E402
@@ -29,12 +29,15 @@ from padded_sp.presets import PRESETS, preset  # noqa: E402
 _console = Console()
 
 
-def main() -> int:
-    """Runs the chosen subcommand; the caller's mistakes become one line and exit status 2."""
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the chosen subcommand; the caller's mistakes become one line and exit status 2.
+
+    Args: args: None: the command line's.
+    """
     commands = {"demo": demo, "plan": plan, "doctor": doctor}
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            commands, prog="python -m padded_sp", description=__doc__
+            commands, args=args, prog="python -m padded_sp", description=__doc__
         )
     except ValueError as mistake:
         print(f"error: {mistake}", file=sys.stderr)
@@ -44,10 +47,11 @@ def main() -> int:
 def demo(
     *,
     steps: int = 40,
-    tokens: int = 1536,
+    warm_up: int = 250,
+    tokens: int = 1024,
     text: tuple[Path, ...] = (),
-    recipe: Recipe = "fp8_current",
-    learning_rate: float = 3e-3,
+    recipe: Recipe = "mxfp8",
+    learning_rate: float = 1e-3,
     seed: int = 0,
     output: Path = Path("demo.png"),
     json: Path | None = None,
@@ -58,17 +62,18 @@ def demo(
 
     Args:
         steps: Training steps of each arm.
+        warm_up: Steps without padding before that, which all arms have in common.
         tokens: At most so many real tokens per step.
         text: Files to train on; without any, functions of Python's standard library.
         recipe: Pad every sequence as this recipe would have it. The arithmetic is float32.
-        learning_rate: Of AdamW.
+        learning_rate: Of the arms.
         seed: Of the weights and of the order of the text.
         output: Where the plot goes, a PNG.
         json: Where every figure goes; by default nowhere.
     """
-    from padded_sp.demo import Settings, run
+    from padded_sp.demo.run import Settings, run
 
-    settings = Settings(steps, tokens, text, recipe, learning_rate, seed)
+    settings = Settings(steps, warm_up, tokens, text, recipe, learning_rate, seed)
     return run(settings, output, json, _console)
 
 
@@ -155,7 +160,9 @@ def _devices() -> list[str]:
     if not torch.cuda.is_available():
         return [f"CPU, {torch.get_num_threads()} threads"]
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [f"cuda:{i} {p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(properties)]
+    return [
+        f"cuda:{i} {p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(properties)
+    ]
 
 
 def _attention() -> str:

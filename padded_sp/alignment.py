@@ -230,13 +230,15 @@ class AlignPolicy:
         problem = next(self._problems(meta), None)
         if problem is None:
             return
-        least = ""
+        ways_out = ""
         if not meta.is_capacity:
             plan = replace(self, bucket=None, num_sequences=None).plan(meta.seq_lens)
             note = f" ({plan.note})" if plan.note else ""
-            least = f"The least legal total is {plan.num_rows} rows{note}; "
+            ways_out = f"The least legal total is {plan.num_rows} rows{note}; "
+        if self.fp8_wire and next(replace(self, fp8_wire=False)._problems(meta), None) is None:
+            ways_out += "fp8_wire=False takes this layout as it is and gathers in BF16; "
         raise ValueError(
-            f"{self.recipe} at tp {self.tp_size}, cp {self.cp_size}: {problem}. {least}"
+            f"{self.recipe} at tp {self.tp_size}, cp {self.cp_size}: {problem}. {ways_out}"
             "PaddedSeqMeta.from_seq_lens(seq_lens, policy) plans it"
         )
 

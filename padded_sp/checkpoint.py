@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from padded_sp.parallel_layer import ParallelLayer
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:

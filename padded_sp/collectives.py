@@ -160,6 +160,7 @@ def check_agreement(meta: PaddedSeqMeta, group: ProcessGroup | None) -> None:
 
     Communicates a few bytes per sequence through the group's store, on the host alone: the same
     on gloo and NCCL, and no device waits. `group` None, or of one rank, has nothing to compare.
+    Messages count ranks within the group.
 
     Raises:
         ValueError: the metas differ, or one is no meta. The same message on every rank names the
@@ -223,13 +224,14 @@ def _exchange_on_host(purpose: str, text: str, group: ProcessGroup) -> list[str]
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
-    """How long collectives of `group` wait for a rank; where a backend tells no such thing, how
-    long its store waits for a key."""
+    """How long collectives of `group` wait for a rank; where its backend does not tell, how long
+    its store waits for a key."""
     try:
         devices = group._device_types
         return max(group._get_backend(device).options._timeout for device in devices)
     except (AttributeError, RuntimeError):
-        return dist.distributed_c10d._get_process_group_store(group).timeout
+        store = dist.distributed_c10d._get_process_group_store(group)
+        return store.timeout  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _member(group: ProcessGroup) -> ProcessGroup:
@@ -275,7 +277,9 @@ def _joined(
     joins is the watchdog's to report."""
     try:
         return _functional.wait_tensor(launch())
-    except Exception as error:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
         raise RuntimeError(
             f"{collective} of {tuple(x.shape)} {x.dtype} over group {name!r} failed on "
             f"{_this_rank(name)}. As a rule another rank did not join it: it probably raised, see "
@@ -284,5 +288,5 @@ def _joined(
 
 
 def _this_rank(name: str) -> str:
-    group = dist.distributed_c10d._resolve_process_group(name)
+    group = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
     return f"rank {group.rank()} of {group.size()}"

@@ -6,7 +6,6 @@ row-parallel one divides its input features and scatters the sum of the ranks' t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,12 @@ from torch import Tensor, nn
 
 from padded_sp.backends import torch_linear
 from padded_sp.context import resolve_meta
+from padded_sp.fused_parameters import (
+    ParametersSplit,
+    joined,
+    lay_side_by_side,
+    split_features,
+)
 from padded_sp.inert import inert_input, inert_output
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.normalization import check_normalization, norm_specs, normalize
@@ -21,14 +26,12 @@ from padded_sp.parallel_layer import (
     InitMethod,
     ParallelLayer,
     ParameterSpec,
-    autocast_operands,
     normal_init,
+    to_autocast_dtype,
 )
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
-
-PartsSplit = Sequence[str] | Mapping[str, int]
 
 
 class _ParallelLinear(ParallelLayer):
@@ -49,7 +52,7 @@ class _ParallelLinear(ParallelLayer):
         device: torch.device | str | None = None,
         init_method: InitMethod | None = None,
         return_bias: bool = False,
-        parameters_split: PartsSplit | None = None,
+        parameters_split: ParametersSplit | None = None,
         inplace: bool = True,
     ) -> None:
         super().__init__(
@@ -62,9 +65,10 @@ class _ParallelLinear(ParallelLayer):
         )
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
-        self._weight_names, self._bias_names = [], []
+        self._weight_names: list[str] = []
+        self._bias_names: list[str] = []
         by_columns = self._partition_dim == 0
-        for part, features in _parts(parameters_split, out_features).items():
+        for part, features in split_features(parameters_split, out_features).items():
             weight = ParameterSpec(
                 (features, in_features), self._partition_dim, init_method or normal_init
             )
@@ -74,18 +78,20 @@ class _ParallelLinear(ParallelLayer):
                 self._bias_names.append(f"{part}bias")
                 spec = ParameterSpec((features,), 0 if by_columns else None, nn.init.zeros_)
                 self._add_parameter(self._bias_names[-1], spec)
+        self._settle_parameters()
         self.reset_parameters()
 
-    def _whole(self, names: list[str]) -> Tensor | None:
-        """This rank's part of each named parameter, one below the other."""
-        parts = [getattr(self, name) for name in names]
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+    def _settle_parameters(self) -> None:
+        super()._settle_parameters()
+        for names in (self._weight_names, self._bias_names):
+            lay_side_by_side([self.get_parameter(name) for name in names])
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """x, weight, the bias to add and the bias to return, in the dtype to compute in."""
-        x, weight, bias = autocast_operands(
-            x, self._whole(self._weight_names), self._whole(self._bias_names)
-        )
+        weight = joined([getattr(self, name) for name in self._weight_names])
+        x, weight, bias = to_autocast_dtype(x), to_autocast_dtype(weight), None
+        if self.use_bias:
+            bias = to_autocast_dtype(joined([getattr(self, name) for name in self._bias_names]))
         return (x, weight, None, bias) if self.return_bias else (x, weight, bias, None)
 
     def extra_repr(self) -> str:
@@ -230,6 +236,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     Raises: ValueError: another ``normalization``; otherwise as :class:`ColumnParallelLinear`.
     """
 
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -246,10 +255,10 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.eps, self.normalization = eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
-        self.layer_norm_bias: Tensor | None
         specs = norm_specs(in_features, normalization, zero_centered_gamma)
         for name in ("weight", "bias"):
             self._add_parameter(f"layer_norm_{name}", specs.get(name))
+        self._settle_parameters()
         self._draw({f"layer_norm_{name}" for name in specs})
 
     def forward(self, x: Tensor, meta: PaddedSeqMeta | None = None) -> Any:
@@ -268,35 +277,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         normed = inert_output(normed, meta, **rows, is_zero=self.layer_norm_bias is None)
         operand, weight, bias, returned_bias = self._operands(normed)
         y = self._multiply(operand, weight, bias, meta)
-        returned = (y,)
+        returned: tuple[Tensor | None, ...] = (y,)
         if self.return_bias:
             returned += (returned_bias,)
         if self.return_layernorm_output:
             returned += (normed,)
         return returned if len(returned) > 1 else y
-
-
-def _parts(split: PartsSplit | None, out_features: int) -> dict[str, int]:
-    """The prefix of each part's parameters, and its share of the whole layer's features."""
-    if split is None:
-        return {"": out_features}
-    if isinstance(split, str) or not split:
-        raise ValueError(
-            f"parameters_split takes names, or a dict of name -> features, got {split!r}"
-        )
-    if not isinstance(split, Mapping):
-        if out_features % len(split):
-            raise ValueError(
-                f"parameters_split names {len(split)} equal parts, which do not divide "
-                f"{out_features} features: give a dict of name -> features"
-            )
-        split = [(name, out_features // len(split)) for name in split]
-    else:
-        split = list(split.items())
-    parts = {f"{name.rstrip('_')}_": features for name, features in split}
-    if len(parts) != len(split) or sum(parts.values()) != out_features:
-        raise ValueError(
-            f"parameters_split must name parts of different names that add up to "
-            f"{out_features} features, got {dict(split)}"
-        )
-    return parts

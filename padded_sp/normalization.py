@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class _Norm(ParallelLayer):
     normalization: str
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -47,10 +49,10 @@ class _Norm(ParallelLayer):
         )
         self.normalized_shape, self.eps = normalized_shape, eps
         self.zero_centered_gamma = zero_centered_gamma
-        self.bias: Tensor | None
         specs = norm_specs(normalized_shape, self.normalization, zero_centered_gamma)
         for name in ("weight", "bias"):
             self._add_parameter(name, specs.get(name))
+        self._settle_parameters()
         self._draw(set(specs))
 
     def forward(self, x: Tensor, meta: PaddedSeqMeta | None = None) -> Tensor:

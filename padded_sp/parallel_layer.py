@@ -121,7 +121,6 @@ class ParallelLayer(nn.Module):
             shape[spec.partition_dim] = self._share(shape[spec.partition_dim], name)
         self._specs[name] = spec
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._factory)))
-        self._mark_parameters()
 
     def _share(self, features: int, name: str) -> int:
         if features % self.tp_size:
@@ -132,7 +131,7 @@ class ParallelLayer(nn.Module):
         return features // self.tp_size
 
     def reset_parameters(self) -> None:
-        """Draws every parameter anew. Advances PyTorch's CPU generator by one number."""
+        """Draws every parameter anew. Takes one number from PyTorch's CPU generator."""
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._draw(set(self._specs))
 
@@ -156,19 +155,22 @@ class ParallelLayer(nn.Module):
         """The parameters that nobody has written since they were drawn."""
         return {n for n, version in self._drawn.items() if _version(self._parameters[n]) == version}
 
-    def _mark_parameters(self) -> None:
-        """The attributes by which Megatron and Transformer Engine tell parameters apart."""
+    def _settle_parameters(self) -> None:
+        """Sets the attributes by which Megatron and Transformer Engine tell parameters apart.
+
+        Called whenever parameters may be new objects: ``to_empty()`` and ``deepcopy`` make some.
+        """
         for name, spec in self._specs.items():
             parameter: Any = self._parameters[name]
             parameter.tensor_model_parallel = spec.partition_dim is not None
             if spec.partition_dim is not None:
                 parameter.partition_dim, parameter.partition_stride = spec.partition_dim, 1
-        for name in self.partial_parameters():
-            self._parameters[name].sequence_parallel = True
+            elif self.sequence_parallel:
+                parameter.sequence_parallel = True
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ParallelLayer:
         super()._apply(fn, recurse)
-        self._mark_parameters()  # to_empty() on a meta device makes new Parameters
+        self._settle_parameters()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
@@ -176,7 +178,7 @@ class ParallelLayer(nn.Module):
         # The group is shared, not copied: there is only one.
         memo |= {id(self): twin, id(self.tp_group): self.tp_group}
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        twin._mark_parameters()
+        twin._settle_parameters()
         twin._drawn = {name: _version(twin._parameters[name]) for name in self._untouched()}
         return twin
 
@@ -234,13 +236,11 @@ class ParallelLayer(nn.Module):
             )
 
 
-def autocast_operands(*operands: Tensor | None) -> list[Tensor | None]:
-    """Converts operands to autocast's dtype where it is on, as ``F.linear`` does: not float64."""
-    device_type = next(x.device.type for x in operands if x is not None)
-    if not torch.is_autocast_enabled(device_type):
-        return list(operands)
-    dtype = torch.get_autocast_dtype(device_type)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in operands]
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype where it is on, as ``F.linear`` converts its operands: not float64."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _version(parameter: Tensor | None) -> int:

@@ -25,6 +25,7 @@ def apply_rotary(
     interleaved: bool = False,
     tp_group: ProcessGroup | None = None,
     *,
+    rotary_dim: int | None = None,
     inplace: bool = True,
 ) -> Tensor:
     """Turns each pair of features by the angle of its row's place in its own sequence.
@@ -38,11 +39,14 @@ def apply_rotary(
     Args:
         x: any floating dtype; computed in float32, or float64 for float64.
         cos, sin: tables of any frequencies (YaRN and llama3 ones too, their mscale multiplied in);
-            they get no gradient. A table wider than D / 2 is taken for [S, rot], each angle
-            twice, as ``cat(angles, angles)`` or, interleaved, ``repeat_interleave(angles, 2)``.
+            they get no gradient. Tables [S, rot] with each angle twice, as ``cat(angles, angles)``
+            or, interleaved, ``repeat_interleave(angles, 2)``, are taken too: by ``rotary_dim``, or
+            where they are wider than D / 2 and can be nothing else.
         meta: None: that of the surrounding ``seq_meta``.
         interleaved: pairs are neighbours (2 i, 2 i + 1); else halves (i, i + rot / 2), as in NeoX.
         tp_group: given, x is a shard of rows.
+        rotary_dim: rot, the features to turn. None: twice the width of the tables if D has so many,
+            else their width.
         inplace: may write zeros into the pad rows of x.
 
     Communicates nothing. Pad rows of the result and of the gradient of x are exactly zero.
@@ -54,7 +58,7 @@ def apply_rotary(
     meta = resolve_meta(meta)
     size, rank = group_size(tp_group), group_rank(tp_group)
     _check(x, cos, sin, meta, size)
-    cos, sin = (_half_table(t, x.shape[-1], interleaved) for t in (cos, sin))
+    cos, sin = _half_tables(cos, sin, x.shape[-1], rotary_dim, interleaved)
 
     first_row = rank * x.shape[0]
     positions = meta.shard(meta.position_ids, rank, size)
@@ -75,12 +79,6 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, meta: PaddedSeqMeta, size: int) 
             f"{tuple(cos.shape)} on {cos.device} and {tuple(sin.shape)} on {sin.device}; "
             f"x is on {x.device}"
         )
-    width, features = cos.shape[1], x.shape[-1]
-    if width > features or (2 * width > features and width % 2):
-        raise ValueError(
-            f"tables of width {width} do not fit {features} features: give [S, rot / 2], or "
-            "[S, rot] with rot even and at most the features"
-        )
     if meta.max_seq_len <= cos.shape[0]:
         return
     # Beyond the tables there may be pads alone. With capacity the host cannot know which they are.
@@ -92,12 +90,21 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, meta: PaddedSeqMeta, size: int) 
         )
 
 
-def _half_table(table: Tensor, features: int, interleaved: bool) -> Tensor:
-    """[S, rot / 2] of a table that may have each angle twice."""
-    width = table.shape[1]
-    if 2 * width <= features:
-        return table
-    return table[:, 0::2] if interleaved else table[:, : width // 2]
+def _half_tables(
+    cos: Tensor, sin: Tensor, features: int, rotary_dim: int | None, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """[S, rot / 2] of tables that may have each angle twice."""
+    width = cos.shape[1]
+    rot = rotary_dim or (2 * width if 2 * width <= features else width)
+    if rot % 2 or rot > features or width not in (rot // 2, rot):
+        raise ValueError(
+            f"tables of width {width} do not turn {rot} of {features} features: give [S, rot / 2], "
+            "or [S, rot] and rotary_dim=rot, with rot even and at most the features"
+        )
+    if width == rot // 2:
+        return cos, sin
+    once = slice(0, None, 2) if interleaved else slice(0, rot // 2)
+    return cos[:, once], sin[:, once]
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Proofs, on a user's own module, that padding changes nothing and that packing changes nothing.
 
-    assert_padding_inert(model, x, meta)         # pads may hold anything, in either direction
-    assert_packing_equivalent(model, x, meta)    # each sequence comes out as if it were alone
+assert_padding_inert(model, x, meta)         # pads may hold anything, in either direction
+assert_packing_equivalent(model, x, meta)    # each sequence comes out as if it were alone
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from padded_sp import collectives
 from padded_sp.backends import torch_cross_entropy
@@ -51,6 +51,8 @@ class VocabParallelEmbedding(ParallelLayer):
             waiting for it, and ends the process's CUDA context.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -73,6 +75,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         spec = ParameterSpec((num_embeddings, embedding_dim), 0, init_method or normal_init)
         self._add_parameter("weight", spec)
+        self._settle_parameters()
         self.reset_parameters()
 
     def forward(self, ids: Tensor, meta: PaddedSeqMeta | None = None) -> Tensor:
@@ -85,7 +88,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
         if meta.has_padding:
             ids = ids.masked_fill(meta.padding_mask, 0)
-        torch._assert_async(
+        torch.ops.aten._assert_async.msg(
             ((ids >= 0) & (ids < self.num_embeddings)).all(),
             f"VocabParallelEmbedding: a real row's id is outside [0, {self.num_embeddings})",
         )
@@ -157,7 +160,7 @@ def vocab_parallel_cross_entropy(
         counted = counted & ~meta.padding_mask
     labels = labels.long().masked_fill(~counted, 0)
     vocabulary = logits.shape[1] * size
-    torch._assert_async(
+    torch.ops.aten._assert_async.msg(
         ((labels >= 0) & (labels < vocabulary)).all(),
         f"vocab_parallel_cross_entropy: a real row's label is neither in [0, {vocabulary}) nor "
         f"ignore_index={ignore_index}",

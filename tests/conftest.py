@@ -37,11 +37,13 @@ ON_GPUS = UNDER_TORCHRUN and torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", "0"))
 
 # NCCL builds its communicators inside the first collective, which takes tens of seconds.
-COLLECTIVE_TIMEOUT = timedelta(seconds=120 if ON_GPUS else 15)
+COLLECTIVE_TIMEOUT = timedelta(seconds=120 if ON_GPUS else 30)
 # Longer than a collective, so that a rank stuck in one reports before it is given up on.
 OUTCOME_TIMEOUT = 2 * COLLECTIVE_TIMEOUT
 # Once one rank has failed, the others raise soon or are stuck in a collective with it.
 GRACE = timedelta(seconds=20)
+# A new process imports torch first, on a busy machine with few cores.
+STARTUP_TIMEOUT = timedelta(seconds=120)
 
 # What one rank made of a body: its traceback, or the value that it returned.
 Outcome = tuple[str | None, Any]
@@ -67,7 +69,7 @@ class SpawnedRanks:
         job = pickle.dumps((body, kwargs))
         for jobs in self._jobs:
             jobs.put(job)
-        outcomes = self._collect()
+        outcomes = self._collect(OUTCOME_TIMEOUT)
         # A collective that one rank left early cannot be trusted again.
         if len(outcomes) < self.world_size or any(error for error, _ in outcomes.values()):
             self._kill()
@@ -96,6 +98,7 @@ class SpawnedRanks:
         ]
         for process in self._processes:
             process.start()
+        _values_or_fail(self._collect(STARTUP_TIMEOUT), self.world_size)
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -103,9 +106,9 @@ class SpawnedRanks:
             process.join()
         self._processes = []
 
-    def _collect(self) -> dict[int, Outcome]:
+    def _collect(self, timeout: timedelta) -> dict[int, Outcome]:
         outcomes: dict[int, Outcome] = {}
-        deadline = time.monotonic() + OUTCOME_TIMEOUT.total_seconds()
+        deadline = time.monotonic() + timeout.total_seconds()
         while len(outcomes) < self.world_size and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 rank, outcome = self._answers.get(timeout=0.5)
@@ -114,6 +117,7 @@ class SpawnedRanks:
             for rank, process in enumerate(self._processes):
                 if rank not in outcomes and not process.is_alive():
                     outcomes[rank] = f"the process died with exit code {process.exitcode}", None
+                    deadline = min(deadline, time.monotonic() + GRACE.total_seconds())
         return outcomes
 
 
@@ -134,7 +138,7 @@ class TorchrunRanks:
 
     def run(self, body: Callable[..., Any], **kwargs: Any) -> list[Any]:
         self._bodies_run += 1
-        mine = _run_body(body, kwargs)
+        mine = _outcome_of(lambda: _call(body, kwargs))
         self._store.set(f"{self._bodies_run}/{self.rank}", _packed(mine))
         outcomes = {self.rank: mine}
         timeout = GRACE if mine[0] else OUTCOME_TIMEOUT
@@ -157,21 +161,26 @@ def _serve(rank: int, world_size: int, port: int, jobs: Any, answers: Any) -> No
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
+    answers.put((rank, _packed((None, "started"))))
     while (job := jobs.get()) is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            outcome = _run_body(*pickle.loads(job))
+            outcome = _outcome_of(lambda job=job: _call(*pickle.loads(job)))
         answers.put((rank, _packed(outcome)))
     dist.destroy_process_group()
 
 
-def _run_body(body: Callable[..., Any], kwargs: dict[str, Any]) -> Outcome:
+def _call(body: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     torch.manual_seed(0)
+    value = body(dist.group.WORLD, **kwargs)
+    if ON_GPUS:
+        torch.cuda.synchronize()  # an error of this body must not surface in the next one
+    return value
+
+
+def _outcome_of(call: Callable[[], Any]) -> Outcome:
     try:
-        value = body(dist.group.WORLD, **kwargs)
-        if ON_GPUS:
-            torch.cuda.synchronize()  # an error of this body must not surface in the next one
-        return None, value
+        return None, call()
     except KeyboardInterrupt:
         raise
     except BaseException:  # pytest.fail and pytest.raises leave by one that is not an Exception
@@ -230,7 +239,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if UNDER_TORCHRUN:  # the group is broken after a failed body: stop there, on every rank
-        config.option.maxfail = 1
+        config.option.maxfail = config.option.maxfail or 1
     record = config.getoption("record")
     if record is not None and RANK == 0:
         config.pluginmanager.register(_Recorder(record, config.rootpath), "record")
@@ -282,12 +291,10 @@ def tree_id(root: Path) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions["cuda"] = torch.version.cuda
-    versions["nccl"] = None
+    nccl = triton = None
     if torch.cuda.is_available() and dist.is_nccl_available():
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    versions["triton"] = None
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["triton"] = importlib.metadata.version("triton")
-    return versions
+        triton = importlib.metadata.version("triton")
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {**versions, "cuda": torch.version.cuda, "nccl": nccl, "triton": triton}

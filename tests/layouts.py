@@ -35,9 +35,7 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
 @st.composite
 def layouts(draw: st.DrawFn, tp_size: int = 1) -> tuple[list[int], list[int]]:
     """Real and padded lengths: empty sequences, single tokens, pads anywhere; ``tp_size`` | T."""
-    pairs = draw(
-        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12)
-    )
+    pairs = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12))
     real = [length for length, _ in pairs]
     padded = [length + pads for length, pads in pairs]
     padded[-1] += -sum(padded) % tp_size

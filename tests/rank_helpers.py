@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from padded_sp import (
+    ColumnParallelLinear,
+    DotProductAttention,
+    LayerNormColumnParallelLinear,
+    PaddedSeqMeta,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    apply_rotary,
+    roll,
+    vocab_parallel_cross_entropy,
+)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -20,3 +38,74 @@ def comm_counts(comms: CommDebugMode) -> dict[str, int]:
     """The collectives that ran, by name: {"all_gather_into_tensor": 1, ...}."""
     counts: dict[Any, int] = comms.get_comm_counts()
     return {str(op).rpartition(".")[2]: count for op, count in counts.items() if count}
+
+
+class HostRead(AssertionError):
+    """The host asked for what only the device knows."""
+
+
+@contextmanager
+def forbid_host_reads(device: torch.device) -> Iterator[None]:
+    """Fails whatever waits for the device: PyTorch's own check on CUDA, a guard like it on CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+
+    def refuse(self: Tensor, *_: Any, **__: Any) -> None:
+        raise HostRead(f"a tensor of shape {tuple(self.shape)} was read on the host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__"):
+            patch.setattr(Tensor, name, refuse)
+        with _RefuseReadingOperators():
+            yield
+
+
+class _RefuseReadingOperators(TorchDispatchMode):
+    """Operators that hand a value to the host, or whose result has a shape that depends on one."""
+
+    _READING = frozenset(
+        {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2"}
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        has_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in self._READING or has_mask:
+            raise HostRead(f"{func} reads the device")
+        return func(*args, **(kwargs or {}))
+
+
+class EveryLayer(nn.Module):
+    """A language model of one block, from ids to loss, that calls every public layer once."""
+
+    def __init__(self, tp_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        super().__init__()
+        place: Any = {"tp_group": tp_group, "device": device}
+        self.tp_group, heads, head_dim, hidden, vocabulary = tp_group, 12, 8, 24, 24
+        self.embedding = VocabParallelEmbedding(vocabulary, hidden, **place)
+        self.qkv = LayerNormColumnParallelLinear(
+            hidden, 3 * heads * head_dim, parameters_split=("query", "key", "value"), **place
+        )
+        self.attention = DotProductAttention(heads, head_dim, tp_group=tp_group)
+        self.out = RowParallelLinear(heads * head_dim, hidden, **place)
+        self.norm = RMSNorm(hidden, **place)
+        self.head = ColumnParallelLinear(hidden, vocabulary, bias=False, **place)
+        angles = torch.arange(64, device=device)[:, None] * torch.rand(head_dim // 2, device=device)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def forward(self, ids: Tensor, meta: PaddedSeqMeta) -> Tensor:
+        x = self.embedding(ids, meta)
+        qkv = self.qkv(x, meta).view(meta.num_rows, 3, -1, self.attention.head_dim)
+        q, k, v = qkv.unbind(1)
+        q, k = (apply_rotary(t, self.cos, self.sin, meta) for t in (q, k))
+        x = x + self.out(self.attention(q, k, v, meta), meta)
+        logits = self.head(self.norm(x, meta), meta)
+        labels = roll(ids, meta)
+        return vocab_parallel_cross_entropy(logits, labels, meta, tp_group=self.tp_group)

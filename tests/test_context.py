@@ -151,10 +151,10 @@ def test_stock_checkpoint_raises_at_recompute(use_reentrant, inside):
     with seq_meta(packed(3)):
         y = checkpoint(Recorder(), x, use_reentrant=use_reentrant)
         if inside:  # the surrounding meta may be another batch's by now
-            with pytest.raises(ValueError, match="recomputed .* carry_meta"):
+            with pytest.raises(ValueError, match=r"recomputed .* carry_meta"):
                 y.sum().backward()
     if not inside:
-        with pytest.raises(ValueError, match="recomputed .* carry_meta"):
+        with pytest.raises(ValueError, match=r"recomputed .* carry_meta"):
             y.sum().backward()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -251,7 +252,7 @@ def test_copy_refills_the_same_addresses(first, second):
         seen = capacity.cu_seqlens_padded.tolist()
         assert seen[: len(real)] == starts_of(layout[1])
         assert seen[-1] == capacity.num_rows
-        assert max(b - a for a, b in zip(seen, seen[1:], strict=False)) <= longest
+        assert max(b - a for a, b in itertools.pairwise(seen)) <= longest
         rows = [row.is_real for row in rows_of(*layout)]
         tail = [False] * (largest - len(rows))
         assert capacity.padding_mask.tolist() == [not is_real for is_real in rows + tail]
@@ -370,7 +371,11 @@ def test_illegal_boundaries_raise(real, padded, kwargs, message):
         ([3], {"tp_size": 0}, "tp_size must be an integer of at least 1, got 0"),
         ([3], {"tp_size": True}, "tp_size must be an integer of at least 1, got True"),
         ([3], {"padded_lens": [3], "tp_size": 2}, "3 rows do not divide over 2 ranks"),
-        ([3], {"padded_lens": [4], "num_rows": 3}, "num_rows=3 is below the last padded boundary 4"),
+        (
+            [3],
+            {"padded_lens": [4], "num_rows": 3},
+            "num_rows=3 is below the last padded boundary 4",
+        ),
         ([3], {"num_rows": 5, "tp_size": 2}, "5 rows do not divide over 2 ranks"),
         ([2**30, 2**30], {"padded_lens": [2**30, 2**30]}, "do not fit into int32"),
         ([3], {"policy": AlignPolicy(tp_size=2), "tp_size": 4}, "tp_size=4 contradicts"),
@@ -387,7 +392,7 @@ def test_wrong_rows_raise():
     meta = packed([3, 5], [4, 8], tp_size=2)
     meta.check_rows(torch.empty(12, 3), "x")
     meta.check_rows(torch.empty(6, 3), "x", shards=2)
-    with pytest.raises(ValueError, match="x has 16 rows, its meta has 12.*num_rows="):
+    with pytest.raises(ValueError, match=r"x has 16 rows, its meta has 12.*num_rows="):
         meta.check_rows(torch.empty(16, 3), "x")
     with pytest.raises(ValueError, match="x has 12 rows, its meta has 12 / 2 ranks = 6"):
         meta.check_rows(torch.empty(12, 3), "x", shards=2)

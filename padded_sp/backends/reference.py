@@ -243,14 +243,15 @@ def _softmax(scores: Tensor) -> Tensor:
 def apply_rotary(
     x: Tensor, cos: Tensor, sin: Tensor, meta: PaddedSeqMeta, *, interleaved: bool = False
 ) -> Tensor:
-    """x [T, heads, D] rotated by tables [S, rot / 2] at each row's place in its own sequence.
+    """x [T, *, D] rotated by tables [S, rot / 2] at each row's place in its own sequence.
 
     Pair i of the first rot features is (i, i + rot / 2), or (2 i, 2 i + 1) if interleaved.
     """
     half = cos.shape[-1]
     x = zero_pads(x, meta)
     places = torch.cat([torch.arange(n) for n in meta.padded_lens]).clamp(max=cos.shape[0] - 1)
-    cos, sin = (t[places.to(t.device)].unsqueeze(1) for t in (cos, sin))
+    between = [1] * (x.dim() - 2)
+    cos, sin = (t[places.to(t.device)].view(-1, *between, half) for t in (cos, sin))
     rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
         a, b = rotated[..., 0::2], rotated[..., 1::2]

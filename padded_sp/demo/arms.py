@@ -81,7 +81,7 @@ def all_arms(padded: AlignPolicy) -> list[Arm]:
 
 _OTHERS = [
     (
-        "uninitialised pad rows",
+        "uninitialised pads",
         "attention leaves pad rows unwritten (here: NaN); the loss is masked",
         Handling(real_spans, unwritten=float("nan")),
     ),
@@ -91,7 +91,7 @@ _OTHERS = [
         Handling(padded_spans, keeps_pad_loss=True),
     ),
     (
-        "zero pad rows with gradient",
+        "zero pads with gradient",
         "pads embedded as zeros, and their loss kept: RMSNorm's 1/sqrt(eps)",
         Handling(padded_spans, keeps_pad_loss=True, zero_pad_embedding=True),
     ),

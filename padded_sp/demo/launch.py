@@ -38,7 +38,7 @@ class Rank:
 
 
 def backend_for(num_ranks: int) -> str:
-    """"nccl" where every rank can have a GPU of its own, else "gloo" on CPU."""
+    """NCCL where every rank can have a GPU of its own, else gloo on CPU."""
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
     return "nccl" if has_gpus and dist.is_nccl_available() else "gloo"
 
@@ -103,9 +103,9 @@ def _run_rank(
             world_size=num_ranks,
             timeout=_TIMEOUT,
         )
-        rank = Rank(
-            index, dist.group.WORLD, device, lambda news: mailbox.put((index, "news", news))
-        )
+        group = dist.group.WORLD
+        assert group is not None
+        rank = Rank(index, group, device, lambda news: mailbox.put((index, "news", news)))
         value = body(rank, *args)
         dist.destroy_process_group()
         mailbox.put((index, "value", value))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from padded_sp.collectives import group_rank, group_size
-from padded_sp.demo.arms import Handling
+from padded_sp.demo.arms import Arm, Handling
 from padded_sp.demo.batch import Batch
 from padded_sp.demo.model import Llama, LlamaConfig
 from padded_sp.demo.plain import plain_logits
@@ -20,6 +20,24 @@ from padded_sp.vocabulary import vocab_parallel_cross_entropy
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
+
+
+def model_of(
+    arm: Arm,
+    config: LlamaConfig,
+    weights: dict[str, Tensor],
+    device: torch.device,
+    group: ProcessGroup | None,
+) -> PaddedModel | PlainModel:
+    """The model that an arm trains, with its own copy of the weights.
+
+    Args:
+        weights: of the whole model, from one rank's ``Llama.state_dict()``.
+        group: the ranks of the arm; None for one.
+    """
+    if arm.handling is None:
+        return PaddedModel(config, weights, device, group, arm.poisoned)
+    return PlainModel(config, weights, device, arm.handling)
 
 
 @dataclass(frozen=True)
@@ -41,13 +59,15 @@ class PaddedModel(nn.Module):
     def __init__(
         self,
         config: LlamaConfig,
-        group: ProcessGroup | None,
+        weights: dict[str, Tensor],
         device: torch.device,
+        group: ProcessGroup | None = None,
         poisoned: bool = False,
     ) -> None:
         super().__init__()
         self.group = group
         self.llama = Llama(config, group, device)
+        self.llama.load_whole(weights)
         self._meta: PaddedSeqMeta | None = None
         layers = [m for m in self.llama.modules() if not any(True for _ in m.children())]
         for layer in layers if poisoned else ():
@@ -57,9 +77,7 @@ class PaddedModel(nn.Module):
         """The mean over the real tokens' labels, the same on each rank."""
         self._meta = batch.meta
         logits = self.llama(batch.ids, batch.meta)
-        loss = vocab_parallel_cross_entropy(
-            logits, batch.labels, batch.meta, tp_group=self.group
-        )
+        loss = vocab_parallel_cross_entropy(logits, batch.labels, batch.meta, tp_group=self.group)
         return Losses(loss, loss)
 
     def _poison(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -88,12 +106,17 @@ class _Poison(torch.autograd.Function):
 class PlainModel(nn.Module):
     """``plain.plain_logits`` with the same weights, and a loss as ``handling`` says."""
 
-    def __init__(self, config: LlamaConfig, device: torch.device, handling: Handling) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: dict[str, Tensor],
+        device: torch.device,
+        handling: Handling,
+    ) -> None:
         super().__init__()
         self.config, self.handling = config, handling
-        drawn = Llama(config, None, device)
-        self.names = list(drawn.state_dict())
-        self.values = nn.ParameterList(drawn.state_dict().values())
+        self.names = list(weights)
+        self.values = nn.ParameterList(w.to(device, copy=True) for w in weights.values())
         if handling.zero_pad_embedding:
             with torch.no_grad():
                 self.values[self.names.index("embedding.weight")][PAD] = 0

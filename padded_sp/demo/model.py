@@ -35,7 +35,7 @@ class LlamaConfig:
         ffn_size: features between the two linears of a feed-forward block.
         eps: of RMSNorm.
         rope_base: wavelengths of the rotation go up to 2 pi times this.
-        max_positions: the longest sequence.
+        max_positions: the longest sequence, in tokens.
     """
 
     vocab_size: int
@@ -86,6 +86,16 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    @torch.no_grad()
+    def load_whole(self, weights: dict[str, Tensor]) -> None:
+        """Takes this rank's part of a whole model's ``state_dict()``, one rank's."""
+        for name, part in self.state_dict().items():
+            whole = weights[name]
+            for dim, (rows, mine) in enumerate(zip(whole.shape, part.shape, strict=True)):
+                if rows != mine:
+                    whole = whole.chunk(self.embedding.tp_size, dim)[self.embedding.tp_rank]
+            part.copy_(whole)
+
     def forward(self, ids: Tensor, meta: PaddedSeqMeta) -> Tensor:
         """ids [T], the same on each of R ranks -> logits [T, vocab_size / R]."""
         x = self.embedding(ids, meta)
@@ -118,9 +128,7 @@ class Block(nn.Module):
             tp_group=placed["tp_group"],
         )
         self.projection = RowParallelLinear(attended, hidden, bias=False, **placed)
-        self.gate_up = normed_column(
-            hidden, 2 * config.ffn_size, parameters_split=("gate", "up")
-        )
+        self.gate_up = normed_column(hidden, 2 * config.ffn_size, parameters_split=("gate", "up"))
         self.down = RowParallelLinear(config.ffn_size, hidden, bias=False, **placed)
         self.parts = [n // self.qkv.tp_size for n in config.qkv_features.values()]
 

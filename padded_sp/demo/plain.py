@@ -74,8 +74,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, unwritten: float) 
     for start, rows in spans:
         pieces.append(q.new_full((start - reached, *q.shape[1:]), unwritten))
         reached = start + rows
-        heads_first = (t[start:reached].transpose(0, 1)[None] for t in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        qi, ki, vi = (t[start:reached].transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(qi, ki, vi, is_causal=True, enable_gqa=True)
         pieces.append(out[0].transpose(0, 1))
     pieces.append(q.new_full((q.shape[0] - reached, *q.shape[1:]), unwritten))
     return torch.cat(pieces).flatten(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,21 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from padded_sp.demo.train import Run
+from padded_sp.demo.train import Run, Step
 
 #: Unpadded and padded_sp must agree to this, relatively, at every step: losses and gradient norms
 #: in float32. Sums in another order differ by about 1e-7, and training carries that along.
 TOLERANCE = 1e-4
+
+_HEADINGS = ("", "ranks", "pads", "loss", "perplexity", "gradient norm", "tokens/s")
+_NOTE = (
+    "Loss and perplexity are of the real tokens, the gradient is of the loss that is trained on;"
+    "\ntokens/s counts real tokens, one core a rank."
+)
 
 
 def disagreements(expected: Run, got: Run, tolerance: float = TOLERANCE) -> list[str]:
@@ -33,10 +40,25 @@ def disagreements(expected: Run, got: Run, tolerance: float = TOLERANCE) -> list
     for i, (right, left) in enumerate(zip(expected.steps, got.steps, strict=False), start=1):
         for figure in ("loss", "gradient_norm"):
             want, have = getattr(right, figure), getattr(left, figure)
-            if not abs(have - want) <= tolerance * abs(want):  # so that NaN disagrees
+            if not _agree(have, want, tolerance):
                 what = figure.replace("_", " ")
                 lines.append(f"step {i}: {what} {have:.8g} against {want:.8g}")
     return lines
+
+
+def verdict(unpadded: Run, ours: Run) -> tuple[str, int]:
+    """What to tell the user, in rich's markup, and the demo's exit status."""
+    differences = disagreements(unpadded, ours)
+    name = f"{ours.arm.name} on {ours.arm.num_ranks} ranks"
+    if not differences:
+        return (
+            f"[bold green]{name} took the steps of the unpadded run:[/] loss and gradient norm "
+            f"of all {len(ours.steps)} agree to {largest_difference(unpadded, ours):.1e} "
+            f"(allowed: {TOLERANCE:g})"
+        ), 0
+    lines = [f"[bold red]{name} did not take the steps of the unpadded run[/]"]
+    lines += [f"  {line} (relative tolerance {TOLERANCE:g})" for line in differences[:10]]
+    return "\n".join(lines), 1
 
 
 def largest_difference(expected: Run, got: Run) -> float:
@@ -49,52 +71,60 @@ def largest_difference(expected: Run, got: Run) -> float:
     return max(abs(have - want) / abs(want) for want, have in pairs)
 
 
-def table(runs: Sequence[Run]) -> Table:
-    """One line a run, first and last step, for a terminal of 100 columns."""
-    shown = Table(
-        title=f"The same {len(runs[0].steps)} steps, first → last",
-        caption="loss and perplexity of real tokens; gradient norm of the loss trained on",
+def table(runs: Sequence[Run]) -> Group:
+    """One line a run with its first and its last step; then what each run is. For 100 columns.
+
+    Figures that are not those of the first run are red.
+    """
+    figures = Table(
+        title=f"The same {len(runs[0].steps)} steps, first → last (both of the same text)",
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
         title_justify="left",
-        caption_justify="left",
+        title_style="bold",
     )
-    shown.add_column("pad rows")
-    for heading in ("ranks", "pads", "loss", "perplexity", "gradient norm", "tokens/s"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    for heading in _HEADINGS:
+        justify = "left" if heading == _HEADINGS[0] else "right"
+        figures.add_column(heading, justify=justify, no_wrap=True)
+    legend = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for run in runs:
-        losses = [run.steps[0].loss, run.steps[-1].loss]
-        norms = [run.steps[0].gradient_norm, run.steps[-1].gradient_norm]
-        ours = run.arm.handling is None
-        shown.add_row(
-            Text.assemble((run.arm.name, "bold green" if ours else "bold"), f"\n{run.arm.what}"),
+        name = Text(run.arm.name, style="bold green" if run.arm.handling is None else "bold")
+        figures.add_row(
+            name,
             str(run.arm.num_ranks),
             f"{run.padding_share:.1%}",
-            _first_to_last(losses, _loss),
-            _first_to_last([_perplexity(loss) for loss in losses], _figure),
-            _first_to_last(norms, _figure),
+            _ends(run, runs[0], lambda step: step.loss, "{:.3f}".format),
+            _ends(run, runs[0], lambda step: _perplexity(step.loss), _three_digits),
+            _ends(run, runs[0], lambda step: step.gradient_norm, _three_digits),
             f"{run.tokens_per_second:,.0f}",
         )
-    return shown
+        legend.add_row(name, run.arm.what)
+    return Group(figures, legend, Text(_NOTE, style="dim"))
 
 
-def _first_to_last(pair: list[float], form: Any) -> Text:
-    style = "" if all(map(math.isfinite, pair)) else "bold red"
-    return Text(" → ".join(map(form, pair)), style=style)
+def _ends(
+    run: Run, right: Run, figure: Callable[[Step], float], form: Callable[[float], str]
+) -> Text:
+    """A figure of the first and of the last step, each red unless it is the ``right`` run's."""
+    cells = []
+    for i in (0, -1):
+        have, want = figure(run.steps[i]), figure(right.steps[i])
+        cells.append(Text(form(have), style="" if _agree(have, want, TOLERANCE) else "red"))
+    return Text(" → ").join(cells)
+
+
+def _agree(have: float, want: float, tolerance: float) -> bool:
+    return abs(have - want) <= tolerance * abs(want)  # False where one is NaN
 
 
 def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.exp(min(loss, 700.0))  # min keeps NaN, and math.exp does not overflow
 
 
-def _loss(loss: float) -> str:
-    return f"{loss:.3f}"
-
-
-def _figure(value: float) -> str:
-    """Three digits, without an exponent while that is short."""
-    if not math.isfinite(value) or 0.01 <= abs(value) < 1000:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e5 else f"{value:.1e}"
+def _three_digits(value: float) -> str:
+    if math.isfinite(value) and abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e5 else f"{value:.1e}"
+    return f"{value:.3g}"
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
@@ -114,6 +144,8 @@ def plot(runs: Sequence[Run], path: Path) -> None:
             style: dict[str, Any] = {"color": f"C{i}", "linewidth": 1.4}
             if i == 0:
                 style = {"color": "0.75", "linewidth": 6, "solid_capstyle": "round"}
+            if not all(map(math.isfinite, values)):
+                style["marker"] = "x"  # what comes before NaN may be a single point
             steps = range(1, len(values) + 1)
             panel.plot(steps, values, label=_legend(run, values), **style)
         panel.set(xlabel="step", title=label)

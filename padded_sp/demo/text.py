@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
-#: Token ids: the 256 bytes, then these two. Rounded up to a multiple of 16, as FP8 linears need.
-END_OF_SEQUENCE = 256
-PAD = 257
+#: Token ids: the 256 bytes, then these; their number rounded up to a multiple of 16.
+BEGIN, END, PAD = 256, 257, 258
 VOCAB_SIZE = 272
 
-_SHORTEST_BYTES, _LONGEST_BYTES = 24, 480
+_SHORTEST_BYTES, _LONGEST_BYTES = 24, 320
+#: Of a sequence, with its begin and end.
+MAX_TOKENS = _LONGEST_BYTES + 2
+
 _FUNCTIONS_PER_FILE = 8
 
 
@@ -33,10 +35,10 @@ def token_packs(
 
     Raises: ValueError: the files hold no text; a pack is too small for the longest sequence.
     """
-    if tokens_per_pack <= _LONGEST_BYTES:
+    if tokens_per_pack < MAX_TOKENS:
         raise ValueError(
-            f"a pack of {tokens_per_pack} tokens may not hold one sequence of {_LONGEST_BYTES} "
-            f"bytes and its end: use more than {_LONGEST_BYTES} tokens per step"
+            f"a pack of {tokens_per_pack} tokens may not hold one sequence of {MAX_TOKENS}: use at "
+            f"least {MAX_TOKENS} tokens per step"
         )
     # Twice the text that is needed: sequences differ in length, and few should come round again.
     wanted = 2 * num_packs * tokens_per_pack
@@ -44,7 +46,7 @@ def token_packs(
     if not found:
         raise ValueError(f"no text to train on in {', '.join(map(str, paths or []))}")
     random.Random(seed).shuffle(found)
-    endless = cycle([*text, END_OF_SEQUENCE] for text in found)
+    endless = cycle([BEGIN, *text, END] for text in found)
     return list(islice(_packs(endless, tokens_per_pack), num_packs))
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from padded_sp.collectives import all_reduce, group_name, group_size
 from padded_sp.demo.arms import Arm
-from padded_sp.demo.batch import Batch, Pack
+from padded_sp.demo.batch import Batch
 from padded_sp.demo.losses import PaddedModel, PlainModel
-from padded_sp.demo.model import LlamaConfig
 from padded_sp.gradients import reduce_replicated_gradients
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ class Run:
     """An arm, trained.
 
     Attributes:
+        arm: which.
+        steps: all of them.
         num_tokens: real tokens of each step.
         num_rows: rows of each step, pads included.
     """
@@ -64,30 +65,20 @@ class Run:
 
 
 def train(
-    arm: Arm,
-    config: LlamaConfig,
-    packs: Sequence[Pack],
+    model: PaddedModel | PlainModel,
+    batches: Sequence[Batch],
     *,
-    group: ProcessGroup | None,
-    device: torch.device,
-    seed: int,
+    group: ProcessGroup | None = None,
     learning_rate: float,
     on_step: Callable[[Step], None] = lambda step: None,
-) -> Run:
-    """Trains one arm with AdamW, one step a pack.
+) -> list[Step]:
+    """Trains with AdamW, one step a batch.
 
     Args:
-        group: the ranks of the arm; None for one.
-        seed: of the weights, which are the same in every arm.
+        group: the ranks that share the model; None for one.
+        on_step: called after each step.
     """
-    torch.manual_seed(seed)
-    model = (
-        PaddedModel(config, group, device, arm.poisoned)
-        if arm.handling is None
-        else PlainModel(config, device, arm.handling)
-    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-    batches = [Batch.of(pack, arm.policy, device) for pack in packs]
     steps = []
     for batch in batches:
         start = time.perf_counter()
@@ -100,12 +91,7 @@ def train(
         loss, norm = torch.stack((losses.real.detach(), norm)).tolist()  # waits for the device
         steps.append(Step(loss, norm, time.perf_counter() - start))
         on_step(steps[-1])
-    return Run(
-        arm,
-        steps,
-        [batch.meta.num_tokens for batch in batches],
-        [batch.meta.num_rows for batch in batches],
-    )
+    return steps
 
 
 @torch.no_grad()

@@ -160,8 +160,9 @@ def test_groups_do_not_meet(ranks):
 def one_stays_away(group):
     """The last rank leaves out a call, then makes it too late."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    impatient = dist.new_group(timeout=timedelta(seconds=1))
+    impatient = dist.new_group(timeout=timedelta(seconds=3))
     meta = meta_of(device_of(group))
+    dist.barrier(group)
     check_agreement(meta, impatient)
     if rank == size - 1:
         dist.barrier(group)
@@ -180,8 +181,29 @@ def test_a_rank_that_stays_away_is_named(ranks):
     missing = ranks.world_size - 1
     for message in waiting:
         assert f"rank {missing} of {ranks.world_size} did not make call 2 within" in message
-        assert "timeout of 1 s" in message
+        assert "timeout of 3 s" in message
     assert f"rank {missing} of {ranks.world_size} made call 2 after another rank had" in late
+
+
+class GoneStore:
+    """What a TCPStore is once the process that hosts it has ended."""
+
+    def set(self, key, value):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def loses_its_store(group):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: GoneStore())
+        if dist.get_world_size(group) > 1:
+            with pytest.raises(
+                RuntimeError, match=r"store cannot be reached.* rank 0, has probabl"
+            ):
+                check_agreement(meta_of(device_of(group)), group)
+
+
+def test_a_store_that_is_gone(ranks):
+    ranks.run(loses_its_store)
 
 
 def test_without_a_group_there_is_nothing_to_compare():

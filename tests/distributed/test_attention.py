@@ -104,9 +104,9 @@ CASES = {
 
 
 def relative_error(actual, expected):
-    """The largest error, against the largest value that is right."""
+    """The largest error, against the largest right value or, if more, 1, the scale of operands."""
     error = (actual.detach().cpu().double() - expected.detach()).abs().max()
-    return (error / expected.detach().abs().max()).item()
+    return (error / expected.detach().abs().max().clamp(min=1)).item()
 
 
 def tolerance(dtype):
@@ -133,7 +133,8 @@ def matches_reference(group, name):
         leaves = [t.requires_grad_() for t in qkv]
         with CommDebugMode() as comms, no_host_reads(device):
             out = layer(*leaves, meta, None if kv_meta is meta else kv_meta)
-            grads = torch.autograd.grad(out, leaves, grad.clone())
+            out.backward(grad.clone())
+        grads = [t.grad for t in leaves]
         assert comms.get_total_counts() == 0
         assert out.dtype == dtype
         assert out.shape == grad.shape
@@ -537,7 +538,7 @@ def group_comes_later(group):
     layer.set_tensor_parallel_group(group)
     assert layer.tp_size == size
     with pytest.raises(ValueError, match=f"the group has {size} ranks"):
-        DotProductAttention(25 * 12, 8, tp_size=size + 4 * 3).set_tensor_parallel_group(group)
+        DotProductAttention(60, 8, tp_size=size + 1).set_tensor_parallel_group(group)
 
 
 def test_group_after_construction(ranks):
