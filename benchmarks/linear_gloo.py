@@ -90,7 +90,7 @@ Step = Callable[[], list[Tensor]]
 
 
 def _pairs(rank: Rank, seq_lens: list[int]) -> dict[str, Step]:
-    """Both candidates' steps, of equal weights and inputs; pad rows hold zeros for both."""
+    """Both candidates' steps, of the same weights and inputs; pad rows hold zeros for both."""
     meta = PaddedSeqMeta.from_seq_lens(
         seq_lens, padded_lens=[SLOT] * SEQUENCES, tp_size=RANKS, device=rank.device
     )
@@ -104,35 +104,26 @@ def _pairs(rank: Rank, seq_lens: list[int]) -> dict[str, Step]:
         meta.shard(t.masked_fill(pads, 0), rank.index).clone() for t in (x_full, grad_full)
     )
 
-    def step(pair: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
-        leaves = [t.detach().clone() for t in (x_shard, column.weight, row.weight)]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
+    leaves = [x_shard.requires_grad_(), column.weight, row.weight]
 
+    def ours(x: Tensor) -> Tensor:
+        return row(column(x, meta), meta)
+
+    def by_hand(x: Tensor) -> Tensor:
+        hidden = ColumnByHand.apply(x, column.weight, rank.group)
+        return RowByHand.apply(hidden, row.weight, rank.group)
+
+    def step(pair: Callable[[Tensor], Tensor]) -> Step:
         def forward_and_backward() -> list[Tensor]:
             for leaf in leaves:
                 leaf.grad = None
-            x, *weights = leaves
-            # In a model the input comes from another layer: padded_sp copies leaves.
-            y = pair(x * 1.0, *weights)
+            y = pair(x_shard * 1.0)  # as from another layer: padded_sp copies leaves
             y.backward(grad_shard)
             return [y.detach(), *(leaf.grad for leaf in leaves)]
 
         return forward_and_backward
 
-    def ours(x: Tensor, column_weight: Tensor, row_weight: Tensor) -> Tensor:
-        return row(column(x, meta), meta)
-
-    def by_hand(x: Tensor, column_weight: Tensor, row_weight: Tensor) -> Tensor:
-        hidden = ColumnByHand.apply(x, column_weight, rank.group)
-        return RowByHand.apply(hidden, row_weight, rank.group)
-
-    def our_step() -> list[Tensor]:
-        column.weight.grad = row.weight.grad = None
-        y, grad_x, *_ = run_ours()
-        return [y, grad_x, column.weight.grad, row.weight.grad]
-
-    run_ours = step(ours)
-    return {"padded_sp": our_step, "by hand": step(by_hand)}
+    return {"padded_sp": step(ours), "by hand": step(by_hand)}
 
 
 def check(pairs: dict[str, Step]) -> None:

@@ -22,5 +22,8 @@ with seq_meta(meta, check=group):
 y_shard.square().mean().backward()
 
 finite = bool(y_shard.isfinite().all() & up.weight.grad.isfinite().all())
-print(f"rank {rank}: {meta.num_tokens} tokens, {len(y_shard)} of {meta.num_rows} rows, {finite=}")
+if rank == 0:
+    print(
+        f"{meta.num_tokens} tokens, {len(y_shard)} of {meta.num_rows} rows on each rank, {finite=}"
+    )
 dist.destroy_process_group()

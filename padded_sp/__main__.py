@@ -119,6 +119,8 @@ def plan(
             _shortened(layout.padded_lens),
         )
     _console.print(shown)
+    if note := ours.plan(seq_lens).note:
+        _console.print(f"padded_sp: {note}")
     return 0
 
 

@@ -218,7 +218,12 @@ class ParallelLayer(nn.Module):
                 f"{self.tp_size} ranks, got {list(x.shape)}"
             )
         self._check_device(x, "x", meta, parameter)
-        if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
+        # Autocast brings operands to one dtype, but leaves float64 alone.
+        converts = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (
+            x.dtype,
+            parameter.dtype,
+        )
+        if x.dtype != parameter.dtype and not converts:
             raise ValueError(
                 f"x is {x.dtype}, the parameters are {parameter.dtype}: convert x, build the layer "
                 f"with params_dtype={x.dtype}, or call it under torch.autocast"

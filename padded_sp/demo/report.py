@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 _HEADINGS = ("", "ranks", "pads", "loss", "perplexity", "gradient norm", "tokens/s")
 _NOTE = (
     "Loss and perplexity are of the real tokens, the gradient is of the loss that is trained on;"
-    "\ntokens/s counts real tokens, one core a rank."
+    "\ntokens/s counts real tokens; a CPU rank has one core."
 )
 
 
@@ -80,6 +80,7 @@ def table(runs: Sequence[Run]) -> Group:
         title=f"The same {len(runs[0].steps)} steps, first → last (both of the same text)",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        show_edge=False,
         title_justify="left",
         title_style="bold",
     )

@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from rank_helpers import device_of
 
 from padded_sp import PaddedSeqMeta
 from padded_sp.attention import DotProductAttention
@@ -15,7 +16,6 @@ from padded_sp.linear import LayerNormColumnParallelLinear, RowParallelLinear
 from padded_sp.padding import pad, roll, unpad
 from padded_sp.rotary import apply_rotary
 from padded_sp.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from rank_helpers import device_of
 
 HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 12, 16, 48, 96
 ROWS, ENTRIES, LONGEST = 240, 9, 120
@@ -33,7 +33,7 @@ class Step(torch.nn.Module):
 
     def __init__(self, group, device, dtype):
         super().__init__()
-        common = dict(tp_group=group, device=device, params_dtype=dtype)
+        common = {"tp_group": group, "device": device, "params_dtype": dtype}
         self.group, self.has_attention = group, device.type == "cuda"
         self.embedding = VocabParallelEmbedding(VOCABULARY, HIDDEN, **common)
         self.qkv = LayerNormColumnParallelLinear(HIDDEN, 3 * HEADS * HEAD_DIM, **common)
@@ -50,7 +50,9 @@ class Step(torch.nn.Module):
         mixed = self.attention(q, k, v, meta) if self.has_attention else (q + k + v).flatten(1)
         hidden = hidden + self.projection(mixed, meta)
         labels = roll(ids, meta)
-        return vocab_parallel_cross_entropy(self.head(hidden, meta), labels, meta, tp_group=self.group)
+        return vocab_parallel_cross_entropy(
+            self.head(hidden, meta), labels, meta, tp_group=self.group
+        )
 
 
 def random_ids(meta, seed, device):

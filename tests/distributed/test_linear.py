@@ -1,6 +1,7 @@
 """The parallel linears against the reference, on every rank of groups of 1 to 4."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -133,7 +134,7 @@ def row_matches(group, meta, dtype, bias, sequence_parallel, middle=()):
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
     )
-    x_full = drawn(group, meta.num_rows, *middle, K, dtype=dtype).requires_grad_()
+    x_full = drawn(group, meta.num_rows, *middle, K, dtype=dtype)
     x = part(x_full, group, -1).detach().clone().requires_grad_()
     grad_full = drawn(group, meta.num_rows, *middle, O, seed=2, dtype=dtype)
 
@@ -142,16 +143,22 @@ def row_matches(group, meta, dtype, bias, sequence_parallel, middle=()):
     with CommDebugMode() as backward:
         y.backward((part(grad_full, group) if sequence_parallel else grad_full).clone())
 
+    # Each shard in memory of its own, as a rank has it: a GEMM on a slice of columns may be another
+    # kernel, with other bits.
+    x_shards, weight_shards = (
+        [shard.detach().clone().requires_grad_() for shard in whole_tensor.chunk(size, -1)]
+        for whole_tensor in (x_full, whole.weight)
+    )
     expected = reference.row_parallel_linear(
-        x_full.chunk(size, -1), whole.weight.chunk(size, 1), whole.bias if bias else None, meta
+        x_shards, weight_shards, whole.bias if bias else None, meta
     )
     torch.autograd.backward(expected, reference.scatter(grad_full, size))
     y_expected = expected[group.rank()] if sequence_parallel else torch.cat(expected)
     assert y.shape == y_expected.shape
     assert y.dtype == dtype
     assert_sums_equal(y, y_expected, group)
-    assert torch.equal(x.grad, part(x_full.grad, group, -1))
-    assert torch.equal(layer.weight.grad, part(whole.weight.grad, group, 1))
+    assert torch.equal(x.grad, x_shards[group.rank()].grad)
+    assert torch.equal(layer.weight.grad, weight_shards[group.rank()].grad)
     if bias:
         # The reference sums whole; the yardstick of a sum over ranks is the same terms.
         grad_shards = reference.zero_pads_of_shards(reference.scatter(grad_full, size), meta)
@@ -385,7 +392,9 @@ def follows(group, activation):
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("activation", [torch.relu, torch.exp, torch.sigmoid])
+@pytest.mark.parametrize(
+    "activation", [torch.relu, torch.exp, functools.partial(torch.softmax, dim=-1)]
+)
 def test_after_a_function_that_saves_its_output(ranks, activation):
     ranks.run(follows, activation=activation)
 
@@ -512,15 +521,15 @@ def addresses_saved_by(call):
 
 
 def fused_weight_is_not_copied(group):
-    meta, split = meta_of(group), ("q", "k", "v")
+    meta, split = meta_of(group), ("gate", "up")
     built, _ = build(ColumnParallelLinear, group, parameters_split=split)
     for layer in (built, built.double().float(), copy.deepcopy(built)):
         x = part(drawn(group, T, K), group).clone().requires_grad_()
-        assert layer.q_weight.data_ptr() in addresses_saved_by(lambda: layer(x, meta))  # noqa: B023
+        assert layer.gate_weight.data_ptr() in addresses_saved_by(lambda: layer(x, meta))  # noqa: B023
     with torch.no_grad():
-        apart = built.k_weight.clone()
+        apart = built.up_weight.clone()
     expected = built(x, meta)
-    built.k_weight = torch.nn.Parameter(apart)  # as load_state_dict(assign=True) does
+    built.up_weight = torch.nn.Parameter(apart)  # as load_state_dict(assign=True) does
     assert torch.equal(built(x, meta), expected)
 
 
@@ -664,6 +673,8 @@ def raises_before_communicating(group):
                 call(x[:, 0], meta)
             with pytest.raises(ValueError, match="seq_meta"):
                 call(x)
+            with torch.autocast(x.device.type), pytest.raises(ValueError, match="convert x"):
+                call(x.double(), meta)
             if layer.sequence_parallel and size > 1:
                 odd = PaddedSeqMeta.from_seq_lens([T + 1], tp_size=1, device=device)
                 with pytest.raises(ValueError, match="do not divide over"):
