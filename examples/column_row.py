@@ -1,5 +1,3 @@
-import os
-
 import torch
 import torch.distributed as dist
 
@@ -7,8 +5,8 @@ from padded_sp import AlignPolicy, ColumnParallelLinear, PaddedSeqMeta, RowParal
 
 dist.init_process_group()  # gloo between CPUs, NCCL between GPUs
 rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-on_gpu = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+gpus = torch.cuda.device_count()
+device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
 
 policy = AlignPolicy("fp8_current", tp_size=ranks)
 meta = PaddedSeqMeta.from_seq_lens([100, 150, 120, 133], policy, device=device)
@@ -23,7 +21,5 @@ y_shard.square().mean().backward()
 
 finite = bool(y_shard.isfinite().all() & up.weight.grad.isfinite().all())
 if rank == 0:
-    print(
-        f"{meta.num_tokens} tokens, {len(y_shard)} of {meta.num_rows} rows on each rank, {finite=}"
-    )
+    print(f"{meta.num_tokens} tokens, {len(y_shard)} of {meta.num_rows} rows here, {finite=}")
 dist.destroy_process_group()

@@ -170,10 +170,12 @@ def to_device(
     share_equal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Both boundary arrays on ``device`` by one copy; one object where they are equal."""
-    packed = _packed(seq_lens, padded_lens, pin=device.type == "cuda")
-    packed = packed.to(device, non_blocking=True)
     entries = len(seq_lens) + 1
-    real, padded = packed[0, :entries], packed[1, :entries]
+    # A meta may be made for evaluation first: inference tensors could not serve training.
+    with torch.inference_mode(False):
+        packed = _packed(seq_lens, padded_lens, pin=device.type == "cuda")
+        packed = packed.to(device, non_blocking=True)
+        real, padded = packed[0, :entries], packed[1, :entries]
     return (real, real) if share_equal and seq_lens == padded_lens else (real, padded)
 
 

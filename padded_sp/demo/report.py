@@ -22,10 +22,10 @@ from padded_sp.demo.train import Run, Step
 #: in float32. Sums in another order differ by about 1e-7, and training carries that along.
 TOLERANCE = 1e-4
 
-_HEADINGS = ("", "ranks", "pads", "loss", "perplexity", "gradient norm", "tokens/s")
+_HEADINGS = ("", "ranks", "pads", "loss", "ppl", "grad norm", "tok/s")
 _NOTE = (
-    "Loss and perplexity are of the real tokens, the gradient is of the loss that is trained on;"
-    "\ntokens/s counts real tokens; a CPU rank has one core."
+    "Loss and perplexity (ppl) are of the real tokens, the gradient is of the loss"
+    "\nthat is trained on; tok/s counts real tokens; a CPU rank has one core."
 )
 
 
@@ -72,7 +72,7 @@ def largest_difference(expected: Run, got: Run) -> float:
 
 
 def table(runs: Sequence[Run]) -> Group:
-    """One line a run with its first and its last step; then what each run is. For 100 columns.
+    """One line a run with its first and its last step; then what each run is. For 80 columns.
 
     Figures that are not those of the first run are red.
     """
@@ -81,6 +81,7 @@ def table(runs: Sequence[Run]) -> Group:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         show_edge=False,
+        padding=0,
         title_justify="left",
         title_style="bold",
     )
@@ -111,7 +112,7 @@ def _ends(
     for i in (0, -1):
         have, want = figure(run.steps[i]), figure(right.steps[i])
         cells.append(Text(form(have), style="" if _agree(have, want, TOLERANCE) else "red"))
-    return Text(" → ").join(cells)
+    return Text("→").join(cells)
 
 
 def _agree(have: float, want: float, tolerance: float) -> bool:
