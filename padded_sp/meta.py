@@ -1,4 +1,4 @@
-"""``PaddedSeqMeta``: the two boundary arrays of a packed batch, and all that follows from them.
+"""``PaddedSeqMeta``: how the two boundary arrays of a packed batch are made, checked and refilled.
 
 The real boundaries say what belongs to a sequence; the padded ones say where its rows lie in
 memory. Everything here is known on the host when a meta is built, so that nothing has to be read
@@ -7,24 +7,22 @@ back from the device in a training step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from padded_sp import boundaries, layout
+from padded_sp import boundaries
+from padded_sp.layout import Layout
 
 if TYPE_CHECKING:
     from padded_sp.alignment import AlignPolicy
 
-_T = TypeVar("_T")
-_STALE: Final = "is a host count, which graph replays of a meta with capacity would find stale"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PaddedSeqMeta:
+class PaddedSeqMeta(Layout):
     """The real and the padded boundaries of one packed batch.
 
     Rows ``cu_seqlens_padded[i] .. cu_seqlens_padded[i] + seq_lens[i]`` of a packed tensor are the
@@ -42,17 +40,6 @@ class PaddedSeqMeta:
         cp_size: ranks that share each sequence under context parallelism.
         is_capacity: made by :meth:`with_capacity`, for CUDA graphs.
     """
-
-    cu_seqlens: Tensor
-    cu_seqlens_padded: Tensor
-    max_seq_len: int
-    num_rows: int
-    tp_size: int
-    cp_size: int
-    is_capacity: bool
-    _seq_lens: tuple[int, ...]
-    _padded_lens: tuple[int, ...]
-    _cache: dict[Any, Any] = field(default_factory=dict)
 
     # ---- building -------------------------------------------------------------------------------
 
@@ -177,122 +164,6 @@ class PaddedSeqMeta:
         here = self.device
         return here == device or (here.type == device.type and device.index is None)
 
-    # ---- counts on the host ---------------------------------------------------------------------
-
-    @property
-    def seq_lens(self) -> tuple[int, ...]:
-        """B real lengths, in tokens."""
-        return self._seq_lens if not self.is_capacity else self._stale("seq_lens")
-
-    @property
-    def padded_lens(self) -> tuple[int, ...]:
-        """B padded lengths, in rows."""
-        return self._padded_lens if not self.is_capacity else self._stale("padded_lens")
-
-    @property
-    def num_sequences(self) -> int:
-        """B, zero-length entries included."""
-        return self.cu_seqlens.shape[0] - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """N, the real rows."""
-        return self.cached("num_tokens", lambda: sum(self.seq_lens))
-
-    @property
-    def rows_per_rank(self) -> int:
-        """T / tp_size, the rows that each rank holds under sequence parallelism."""
-        return self.num_rows // self.tp_size
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether there are pad rows; with capacity there may always be."""
-        return self.is_capacity or self.cu_seqlens_padded is not self.cu_seqlens
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the arrays."""
-        return self.cu_seqlens.device
-
-    def waste(self) -> float:
-        """The share of the rows that are pads, from 0 to 1."""
-        return 1 - self.num_tokens / self.num_rows if self.num_rows else 0.0
-
-    def num_pads_in(self, start: int, stop: int) -> int:
-        """How many of the rows ``start .. stop`` are pads (a host count)."""
-        return self._pads_before(stop) - self._pads_before(start)
-
-    def _pads_before(self, row: int) -> int:
-        count = self.cached("pads", lambda: boundaries.PadCount(self.seq_lens, self.padded_lens))
-        return count.before(row)
-
-    # ---- derived tensors, computed on the device ------------------------------------------------
-
-    @property
-    def sequence_ids(self) -> Tensor:
-        """int32 [T]: the sequence that each row lies in, pads included."""
-        return self.cached(
-            "sequence_ids", lambda: layout.sequence_ids(self.cu_seqlens_padded, self.num_rows)
-        )
-
-    @property
-    def position_ids(self) -> Tensor:
-        """int64 [T]: 0, 1, 2, ... from each padded start, running on through the pads."""
-        return self.cached(
-            "position_ids", lambda: layout.position_ids(self.cu_seqlens_padded, self.sequence_ids)
-        )
-
-    @property
-    def padding_mask(self) -> Tensor:
-        """bool [T], **True = pad**, as in Megatron's router and PyTorch's key_padding_mask."""
-        return self.cached("padding_mask", lambda: self._rows_left() <= 0)
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """bool [T]: True where the row has a real next row of its own sequence to predict."""
-        return self.cached("loss_mask", lambda: self._rows_left() > 1)
-
-    def _rows_left(self) -> Tensor:
-        return layout.rows_left(self.cu_seqlens, self.sequence_ids, self.position_ids)
-
-    @property
-    def real_rows(self) -> Tensor:
-        """int64 [N]: the indices of the real rows, ascending."""
-        return self.cached(
-            "real_rows",
-            lambda: layout.real_rows(self.cu_seqlens, self.cu_seqlens_padded, self.num_tokens),
-        )
-
-    @property
-    def pad_rows(self) -> Tensor:
-        """int64 [T - N]: the indices of the pad rows, ascending."""
-        pads = self.num_rows - self.num_tokens
-        return self.cached(
-            "pad_rows", lambda: layout.pad_rows(self.cu_seqlens, self.cu_seqlens_padded, pads)
-        )
-
-    def pad_rows_in(self, start: int, stop: int) -> Tensor:
-        """int64: the pad rows among the rows ``start .. stop``, counted from ``start``."""
-        if (start, stop) == (0, self.num_rows):
-            return self.pad_rows
-        first, last = self._pads_before(start), self._pads_before(stop)
-        return self.cached(("pad_rows_in", start, stop), lambda: self.pad_rows[first:last] - start)
-
-    def cached(self, key: Any, make: Callable[[], _T]) -> _T:
-        """``make()``, kept for the life of this meta.
-
-        Under capture of a CUDA graph nothing may be kept: a meta with capacity derives its tensors
-        anew at every access, so that the derivation is replayed with the graph. torch.compile
-        traces the derivation into its own graph.
-        """
-        if self.is_capacity or torch.compiler.is_compiling():
-            return make()
-        if key not in self._cache:
-            # Evaluation may come first: a tensor made in inference mode could not serve training.
-            with torch.inference_mode(False):
-                self._cache[key] = make()
-        return self._cache[key]
-
     # ---- rows -----------------------------------------------------------------------------------
 
     def shard(self, tensor: Tensor, tp_rank: int, tp_size: int | None = None) -> Tensor:
@@ -372,12 +243,6 @@ class PaddedSeqMeta:
         )
         boundaries.refill(self.cu_seqlens, self.cu_seqlens_padded, real, padded)
         return self
-
-    def _stale(self, name: str) -> NoReturn:
-        raise ValueError(
-            f"{name} {_STALE}. Use the arrays (cu_seqlens, padding_mask, position_ids) inside the "
-            "graph, and the meta that you copied in outside it"
-        )
 
     def __repr__(self) -> str:
         what = f"{self.num_sequences} sequences"
