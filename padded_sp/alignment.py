@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal, get_args
 
 from padded_sp.boundaries import check_lengths, check_size, host_lengths
@@ -95,7 +96,8 @@ class AlignPolicy:
         sequence_multiple: a further multiple of every padded length, in rows.
         total_multiple: a further multiple of the total, in rows.
         bucket: totals go up to a multiple of it (an int), or to the least listed size that holds
-            them (a sequence of ints): fewer distinct shapes.
+            them (a sequence of ints): fewer distinct shapes. A listed size that the other rules do
+            not allow goes up to the next total that they do.
         num_sequences: zero-length entries fill the arrays up to this many sequences.
         placement: where the rows go that only the total needs: "tail" lengthens the last padded
             length, "own_entry" adds a zero-length entry for them, "each_sequence" aligns every
@@ -123,19 +125,18 @@ class AlignPolicy:
             raise ValueError(
                 f"unknown placement {self.placement!r}; known: {', '.join(get_args(Placement))}"
             )
-        for name in ("tp_size", "cp_size", "sequence_multiple", "total_multiple"):
-            check_size(getattr(self, name), name)
-        if self.num_sequences is not None:
-            check_size(self.num_sequences, "num_sequences")
-        if isinstance(self.bucket, int):
-            check_size(self.bucket, "bucket")
+        # Stored as Python integers: hashable, and NumPy's would overflow.
+        for name in ("tp_size", "cp_size", "sequence_multiple", "total_multiple", "num_sequences"):
+            size = getattr(self, name)
+            if name != "num_sequences" or size is not None:
+                object.__setattr__(self, name, check_size(size, name))
+        if isinstance(self.bucket, Integral):
+            object.__setattr__(self, "bucket", check_size(self.bucket, "bucket"))
         elif self.bucket is not None:
-            sizes = host_lengths(self.bucket, "bucket")
+            sizes = [check_size(n, "bucket") for n in host_lengths(self.bucket, "bucket")]
             if not sizes:
                 raise ValueError("bucket is an empty list of sizes; pass None for no buckets")
-            for size in sizes:
-                check_size(size, "bucket")
-            object.__setattr__(self, "bucket", tuple(sorted(sizes)))  # hashable, like the rest
+            object.__setattr__(self, "bucket", tuple(sorted(sizes)))
 
     @property
     def rule(self) -> RecipeRule:

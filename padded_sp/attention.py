@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from padded_sp import backends
+from padded_sp import backends, boundaries
 from padded_sp.collectives import group_size
 from padded_sp.context import resolve_meta
 from padded_sp.inert import inert_input, inert_output
 from padded_sp.meta import PaddedSeqMeta
+from padded_sp.parallel_layer import to_autocast_dtype
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
@@ -42,7 +43,7 @@ class DotProductAttention(nn.Module):
             its last key, also where a sequence has unequal numbers of queries and keys. Its full
             name, "causal_bottom_right", is taken too.
         window: (left, right): a query sees that many keys before and after its own place, -1 for
-            no limit. A causal mask is right = 0. None: no window.
+            no limit. A causal mask is right = 0, and takes no other than 0 or -1. None: no window.
         dropout: probability of dropping an attention weight, in training mode only.
         softmax_scale: None: head_dim ** -0.5.
         tp_group: the ranks that share the heads. No communication: ranks hold whole heads.
@@ -112,7 +113,7 @@ class DotProductAttention(nn.Module):
         self.set_tensor_parallel_group(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """Names the ranks that share the heads. Nothing is communicated among them.
+        """Checks the ranks that share the heads: of the group only its size matters.
 
         Raises: ValueError: the group has not ``tp_size`` ranks.
         """
@@ -121,7 +122,6 @@ class DotProductAttention(nn.Module):
                 f"the group has {group_size(tp_group)} ranks, DotProductAttention was built with "
                 f"tp_size={self.tp_size}: build it with the group's size or with tp_group= itself"
             )
-        self.tp_group = tp_group
 
     def forward(
         self,
@@ -154,7 +154,7 @@ class DotProductAttention(nn.Module):
         _refuse(unsupported)
         meta = resolve_meta(meta)
         kv_meta = meta if kv_meta is None else kv_meta
-        q, k, v = (_autocast(t, meta.device.type) for t in (q, k, v))
+        q, k, v = map(to_autocast_dtype, (q, k, v))
         self._check(q, k, v, meta, kv_meta)
 
         q = inert_input(q, meta, inplace=self.inplace)
@@ -172,7 +172,9 @@ class DotProductAttention(nn.Module):
                 dropout=dropout,
                 softmax_scale=self.softmax_scale,
             )
-        return inert_output(out.flatten(1), meta, inplace=self.inplace)
+        # Not by a view, which inert_output must not get.
+        out = torch.ops.aten._unsafe_view(out.contiguous(), (out.shape[0], out.shape[1:].numel()))
+        return inert_output(out, meta, inplace=self.inplace)
 
     def _rng(self, dropout: float) -> Any:
         if dropout == 0 or self.get_rng_state_tracker is None:
@@ -221,10 +223,22 @@ def _window(mask: str, window: tuple[int, int] | None) -> tuple[int, int]:
     """The mask and the window as one window (left, right), -1 for no limit."""
     if mask not in _MASKS:
         raise ValueError(f"mask must be one of {', '.join(_MASKS)}; got {mask!r}")
-    left, right = (-1, -1) if window is None else window
+    try:
+        left, right = (boundaries.integer(n) for n in ((-1, -1) if window is None else window))
+    except (TypeError, ValueError):  # no two of them, or no integers
+        left = right = -2
     if min(left, right) < -1:
-        raise ValueError(f"window must be (left, right), each -1 (no limit) or more, got {window}")
-    return (left, right) if mask == "full" else (left, 0)
+        raise ValueError(
+            f"window must be two integers (left, right), each -1 (no limit) or more, got {window!r}"
+        )
+    if mask == "full":
+        return left, right
+    if right not in (-1, 0):
+        raise ValueError(
+            f"window={window!r} would see keys behind the query, which mask={mask!r} hides: give "
+            f'({left}, 0), or mask="full"'
+        )
+    return left, 0
 
 
 def _refuse(unsupported: dict[str, Any]) -> None:
@@ -236,10 +250,3 @@ def _refuse(unsupported: dict[str, Any]) -> None:
                 f"{name}={value!r} asks for {_UNSUPPORTED[name]}, which padded_sp's attention does "
                 "not support; leave it out, or use another attention for this layer"
             )
-
-
-def _autocast(x: Tensor, device_type: str) -> Tensor:
-    """x in the dtype of autocast, where that is on. Like PyTorch's own, it leaves float64 alone."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return x
-    return x.to(torch.get_autocast_dtype(device_type))

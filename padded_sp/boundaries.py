@@ -1,6 +1,6 @@
 """Boundary arrays and lengths: what is legal, and their way to the device.
 
-Only ``meta.py`` calls this. Lengths are tuples of Python integers; arrays are int32.
+Lengths are tuples of Python integers; arrays are int32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def host_lengths(lengths: Sequence[int] | Tensor, name: str) -> tuple[int, ...]:
             raise ValueError(f"{name} must be integers, got {lengths.dtype}")
         lengths = lengths.tolist()
     try:
-        return tuple(_integer(n) for n in lengths)
+        return tuple(integer(n) for n in lengths)
     except TypeError:
         raise ValueError(f"{name} must be a sequence of integers, got {lengths!r}") from None
 
@@ -58,6 +58,13 @@ def lengths_from_cu_seqlens(
     return _differences(real, "cu_seqlens"), _differences(padded, "cu_seqlens_padded")
 
 
+def integer(value: object) -> int:
+    """``value`` as a Python integer. Raises TypeError unless it is an integer of some library."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no count")
+    return operator.index(value)  # type: ignore[arg-type]
+
+
 def check_lengths(seq_lens: tuple[int, ...], padded_lens: tuple[int, ...]) -> None:
     """Raises ValueError unless these are lengths of a legal layout."""
     if not seq_lens:
@@ -84,10 +91,15 @@ def check_lengths(seq_lens: tuple[int, ...], padded_lens: tuple[int, ...]) -> No
         )
 
 
-def check_size(size: int, name: str) -> None:
-    """Raises ValueError unless ``size`` is a count of at least 1."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+def check_size(size: object, name: str, least: int = 1) -> int:
+    """``size`` as a Python integer. Raises ValueError unless it is one of at least ``least``."""
+    try:
+        count = integer(size)
+    except TypeError:
+        count = least - 1
+    if count < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {size!r}")
+    return count
 
 
 def check_shards(num_rows: int, shards: int) -> None:
@@ -108,12 +120,13 @@ def fill_up_to(
     planned = sum(padded_lens)
     if num_rows is None or num_rows == planned:
         return seq_lens, padded_lens
-    if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < planned:
+    rows = check_size(num_rows, "num_rows", least=0)
+    if rows < planned:
         raise ValueError(
-            f"num_rows={num_rows} is below the last padded boundary {planned}: the tensors must "
-            "hold every padded row"
+            f"num_rows={rows} is below the last padded boundary {planned}: the tensors must hold "
+            "every padded row"
         )
-    return (*seq_lens, 0), (*padded_lens, num_rows - planned)
+    return (*seq_lens, 0), (*padded_lens, rows - planned)
 
 
 def fit(
@@ -124,8 +137,6 @@ def fit(
     max_seq_len: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Spreads lengths over a capacity; zero-length entries of bounded size hold the rest."""
-    for name, size in (("num_sequences", num_sequences), ("max_seq_len", max_seq_len)):
-        check_size(size, name)
     used, longest, spare = sum(padded_lens), max(padded_lens), num_sequences - len(seq_lens)
     if longest > max_seq_len:
         raise ValueError(
@@ -216,9 +227,3 @@ def _differences(boundaries: tuple[int, ...], name: str) -> tuple[int, ...]:
                 "boundaries are running sums of lengths"
             )
     return lengths
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)  # type: ignore[arg-type]

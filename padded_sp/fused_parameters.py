@@ -71,11 +71,20 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.rows = [parameter.shape[0] for parameter in parameters]
+        ctx.parameters, ctx.versions = parameters, [_version(p) for p in parameters]
         first = parameters[0]
         return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        # Autograd itself watches the first part alone, whose view the whole is.
+        for i, (parameter, version) in enumerate(zip(ctx.parameters, ctx.versions, strict=True)):
+            if _version(parameter) != version:
+                raise RuntimeError(
+                    f"part {i} of a fused parameter, needed for gradient computation, has been "
+                    f"modified by an inplace operation: it is at version {_version(parameter)}; "
+                    f"expected version {version} instead. Write it after backward"
+                )
         return grad.split(ctx.rows)
 
 
@@ -92,3 +101,8 @@ def _are_side_by_side(parameters: Sequence[Tensor]) -> bool:
 def _is_plain(parameter: Tensor) -> bool:
     """Not a DTensor or another subclass, whose memory is its own business."""
     return type(parameter) in (nn.Parameter, Tensor) and parameter.is_contiguous()
+
+
+def _version(parameter: Tensor) -> int:
+    """Writes so far; inference tensors are not counted, and need no backward."""
+    return 0 if parameter.is_inference() else parameter._version

@@ -14,6 +14,11 @@ from padded_sp.meta import PaddedSeqMeta
 from padded_sp.padding import zero_padding_copy, zero_rows_
 
 
+# Autograd nodes whose formula divides by their result, or takes the exponential of its distance to
+# the input. Source: PyTorch tools/autograd/derivatives.yaml, the formulas with ``result``.
+_DIVIDE_BY_RESULT = ("SqrtBackward", "ForeachSqrt", "HypotBackward", "LogsumexpBackward")
+
+
 def inert_input(
     x: Tensor, meta: PaddedSeqMeta, *, first_row: int = 0, inplace: bool = True
 ) -> Tensor:
@@ -22,7 +27,8 @@ def inert_input(
     ``x`` [rows, ...] holds the rows from ``first_row`` on. Its pad rows are overwritten where that
     is safe and cheap (see :func:`_may_overwrite`), else ``x`` is copied. The write does not bump
     the version counter: relu, softmax and exp save their output, and an ordinary in-place write
-    would make their backward refuse it. Their gradient on these rows is zero anyway.
+    would make their backward refuse it. What they get on these rows is a gradient of zero, and
+    what they make of it is zero whatever they saved, unless they divide by that.
     """
     if not _has_pads(x, meta, first_row):
         return x
@@ -42,7 +48,8 @@ def inert_output(
 ) -> Tensor:
     """``y``, fresh from an op, with pad rows zero; the gradient that comes back for it likewise.
 
-    The gradient's pad rows are zeroed before the op's backward sees it: a dense gradient is
+    ``y`` is no view: the hook that zeroes its gradient must stay on the op when a caller goes on
+    with an in-place operation. The gradient's pad rows are zeroed before the op's backward sees it: a dense gradient is
     overwritten (the caller and siblings that share it may see the zeros), an expanded one copied.
     ``is_zero``: the op is known to have left zeros in the pad rows.
     """
@@ -86,10 +93,15 @@ def _has_pads(x: Tensor, meta: PaddedSeqMeta, first_row: int) -> bool:
 
 
 def _may_overwrite(x: Tensor) -> bool:
-    """Not what the caller holds as data or parameter, nor a view of it; and memory of its own."""
-    if x.is_leaf or (x._base is not None and x._base.is_leaf):
+    """Not what the caller holds as data or parameter, nor a view of it; and memory of its own.
+
+    Nor the result of an operation that divides by it in backward: 0 / 0 there is NaN.
+    """
+    source = x if x._base is None else x._base
+    if x.is_leaf or source.is_leaf or type(x) is not Tensor or not _is_dense(x):
         return False
-    return type(x) is Tensor and _is_dense(x)
+    made_by = source.grad_fn.name() if source.grad_fn is not None else ""
+    return not made_by.startswith(_DIVIDE_BY_RESULT)
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -53,7 +53,7 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         """N, the real rows."""
-        return self.cached("num_tokens", lambda: sum(self.seq_lens))
+        return sum(self.seq_lens)
 
     @property
     def rows_per_rank(self) -> int:
@@ -79,8 +79,9 @@ class Layout:
         return self._pads_before(stop) - self._pads_before(start)
 
     def _pads_before(self, row: int) -> int:
-        count = self.cached("pads", lambda: boundaries.PadCount(self.seq_lens, self.padded_lens))
-        return count.before(row)
+        if "pad_count" not in self._cache:
+            self._cache["pad_count"] = boundaries.PadCount(self.seq_lens, self.padded_lens)
+        return self._cache["pad_count"].before(row)
 
     # ---- derived tensors, computed on the device ------------------------------------------------
 
@@ -148,13 +149,22 @@ class Layout:
     def cached(self, key: Any, make: Callable[[], _T]) -> _T:
         """``make()``, kept for the life of this meta.
 
-        Under capture of a CUDA graph nothing may be kept: a meta with capacity derives its tensors
-        anew at every access, so that the derivation is replayed with the graph. torch.compile
-        traces the derivation into its own graph.
+        Under capture of a CUDA graph nothing may be made and kept: it would be filled at replay
+        only. A meta with capacity derives its tensors anew at every access, so that the derivation
+        is replayed with the graph; any other meta raises. torch.compile traces the derivation into
+        its own graph.
+
+        A tensor is made on the stream that asks for it first. Raises: ValueError: under capture.
         """
         if self.is_capacity or torch.compiler.is_compiling():
             return make()
         if key not in self._cache:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    f"{key!r} of a plain meta would be derived inside a CUDA graph and be empty "
+                    "outside of it: capture with meta.with_capacity(...), and copy_ each next "
+                    "batch's meta into it"
+                )
             # Evaluation may come first: a tensor made in inference mode could not serve training.
             with torch.inference_mode(False):
                 self._cache[key] = make()

@@ -160,9 +160,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, meta: PaddedSeqMeta
     ) -> Tensor:
         y = torch_linear.column_parallel_linear(
-            x.flatten(0, -2), weight, bias, self._group_name, self.tp_size, self.sequence_parallel
+            x, weight, bias, self._group_name, self.tp_size, self.sequence_parallel
         )
-        y = y.view(meta.num_rows, *x.shape[1:-1], weight.shape[0])
         return inert_output(y, meta, inplace=self.inplace, is_zero=bias is None)
 
 
@@ -201,10 +200,8 @@ class RowParallelLinear(_ParallelLinear):
         x, weight, bias, returned_bias = self._operands(x)
         x = inert_input(x, meta, inplace=self.inplace)
         y = torch_linear.row_parallel_linear(
-            x.flatten(0, -2), weight, bias, self._group_name, self.tp_size, self.sequence_parallel
+            x, weight, bias, self._group_name, self.tp_size, self.sequence_parallel
         )
-        rows = meta.num_rows // (self.tp_size if self.sequence_parallel else 1)
-        y = y.view(rows, *x.shape[1:-1], self.out_features)
         y = inert_output(
             y,
             meta,

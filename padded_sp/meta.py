@@ -58,7 +58,8 @@ class PaddedSeqMeta(Layout):
         """Builds a meta from the real lengths, in tokens.
 
         Args:
-            seq_lens: B lengths, integers on the host (a list, a NumPy array, a CPU tensor).
+            seq_lens: B lengths, integers on the host (a list, a NumPy array, a CPU tensor), or a
+                tensor on a device.
             policy: plans the least legal padding. Without a policy and without ``padded_lens`` the
                 plan is that of ``AlignPolicy("bf16", tp_size, cp_size)``.
             padded_lens: B lengths of a layout that exists already; a policy then only checks it.
@@ -66,6 +67,9 @@ class PaddedSeqMeta(Layout):
             num_rows: rows of the packed tensors if they are more than the lengths add up to; the
                 rest becomes a zero-length entry.
             device: where the arrays go, by one pinned non-blocking copy. None means CPU.
+
+        Lengths on the host cost no synchronisation. Tensors on a device are read here, once each:
+        that waits for the device, so build the meta outside the step.
 
         Raises:
             ValueError: no sequence; a negative length; a real length above its padded one; rows
@@ -130,8 +134,8 @@ class PaddedSeqMeta(Layout):
         cp_size: int,
         device: torch.device | str | None,
     ) -> PaddedSeqMeta:
-        boundaries.check_size(tp_size, "tp_size")
-        boundaries.check_size(cp_size, "cp_size")
+        tp_size = boundaries.check_size(tp_size, "tp_size")
+        cp_size = boundaries.check_size(cp_size, "cp_size")
         boundaries.check_lengths(seq_lens, padded_lens)
         seq_lens, padded_lens = boundaries.fill_up_to(num_rows, seq_lens, padded_lens)
         rows = sum(padded_lens)
@@ -162,6 +166,8 @@ class PaddedSeqMeta(Layout):
 
     def _lives_on(self, device: torch.device) -> bool:
         here = self.device
+        if here.type == device.type == "cuda" and device.index is None:
+            return here.index == torch.cuda.current_device()  # which "cuda" means to PyTorch
         return here == device or (here.type == device.type and device.index is None)
 
     # ---- rows -----------------------------------------------------------------------------------
@@ -206,6 +212,9 @@ class PaddedSeqMeta(Layout):
 
         Raises: ValueError: the present boundaries do not fit.
         """
+        num_sequences = boundaries.check_size(num_sequences, "num_sequences")
+        num_rows = boundaries.check_size(num_rows, "num_rows", least=0)
+        max_seq_len = boundaries.check_size(max_seq_len, "max_seq_len")
         boundaries.check_shards(num_rows, self.tp_size)
         real, padded = boundaries.fit(
             self.seq_lens, self.padded_lens, num_sequences, num_rows, max_seq_len

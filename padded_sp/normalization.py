@@ -6,19 +6,24 @@ poison it, and a zero row's gradient comes back multiplied by 1 / sqrt(eps).
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from padded_sp.boundaries import check_size
 from padded_sp.context import resolve_meta
 from padded_sp.inert import inert_input, inert_output
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.parallel_layer import ParallelLayer, ParameterSpec
+from padded_sp.parallel_layer import ParallelLayer, ParameterSpec, is_autocast_on
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
+
+# Below, 1 / sqrt(eps) cubed, which backward computes in float32, becomes infinite.
+_LEAST_EPS = 1e-24
 
 
 class _Norm(ParallelLayer):
@@ -39,6 +44,7 @@ class _Norm(ParallelLayer):
         device: torch.device | str | None = None,
         inplace: bool = True,
     ) -> None:
+        check_normalization(self.normalization, eps)
         super().__init__(
             tp_group=tp_group,
             tp_size=tp_size,
@@ -47,9 +53,10 @@ class _Norm(ParallelLayer):
             device=device,
             inplace=inplace,
         )
-        self.normalized_shape, self.eps = normalized_shape, eps
+        self.normalized_shape = check_size(normalized_shape, "normalized_shape")
+        self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
-        specs = norm_specs(normalized_shape, self.normalization, zero_centered_gamma)
+        specs = norm_specs(self.normalized_shape, self.normalization, zero_centered_gamma)
         for name in ("weight", "bias"):
             self._add_parameter(name, specs.get(name))
         self._settle_parameters()
@@ -95,14 +102,15 @@ class RMSNorm(_Norm):
 
     Args:
         normalized_shape: H.
-        eps: added to the mean square.
+        eps: added to the mean square; at least 1e-24, so that zero rows stay finite.
         tp_group, tp_size: the ranks, which say where this rank's rows lie.
         sequence_parallel: x is divided by rows. True by default; Transformer Engine's is None.
         params_dtype, device: of the parameters; None: torch's defaults.
         zero_centered_gamma: weight is stored minus one.
         inplace: False: never write to pad rows of the caller's tensors, copy.
 
-    Raises: ValueError: no group, x or meta of other rows, features, dtype or device.
+    Raises: ValueError: normalized_shape below 1, eps below 1e-24 or not finite; at the call: no
+        group, x or meta of other rows, features, dtype or device.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
@@ -131,7 +139,7 @@ def normalize(
     zero_centered_gamma: bool,
 ) -> Tensor:
     """x [..., H] normalised over H. Pad rows are the caller's business."""
-    if torch.is_autocast_enabled(x.device.type):
+    if is_autocast_on(x):
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
     gamma = weight + 1 if zero_centered_gamma else weight
     if normalization == "RMSNorm":
@@ -150,6 +158,12 @@ def norm_specs(
     return specs
 
 
-def check_normalization(normalization: str) -> None:
+def check_normalization(normalization: str, eps: float) -> None:
+    """Raises ValueError unless pad rows, which are zero, come out of such a norm and back."""
     if normalization not in ("LayerNorm", "RMSNorm"):
         raise ValueError(f'normalization must be "LayerNorm" or "RMSNorm", got {normalization!r}')
+    if not _LEAST_EPS <= eps < math.inf:
+        raise ValueError(
+            f"eps must be finite and at least {_LEAST_EPS}, got {eps}: the zeros of pad rows are "
+            "multiplied by 1 / sqrt(eps), and must stay zeros"
+        )

@@ -34,6 +34,9 @@ class ParameterSpec(NamedTuple):
 class ParallelLayer(nn.Module):
     """A layer whose parameters are divided over, or shared by, the R ranks of ``tp_group``.
 
+    ``copy.deepcopy`` shares the group; pickle and ``torch.save`` leave it behind, and what is
+    loaded takes one by :meth:`set_tensor_parallel_group`.
+
     Initialisation draws each parameter whole, from a seed that the layer takes from PyTorch's CPU
     generator, and keeps this rank's part: the same seed gives the same model at every R. While it
     draws, one whole parameter (R times this rank's part) is in memory.
@@ -49,7 +52,8 @@ class ParallelLayer(nn.Module):
             ``reset_parameters``.
         inplace: allow to overwrite pad rows (never others) of inputs and incoming gradients.
 
-    Raises: ValueError: ``tp_size`` is no positive integer, or not the size of ``tp_group``.
+    Raises: ValueError: ``tp_size`` or a size of a parameter is no positive integer, or ``tp_size``
+        is not the size of ``tp_group``.
     """
 
     tp_group: ProcessGroup | None
@@ -66,7 +70,7 @@ class ParallelLayer(nn.Module):
         inplace: bool = True,
     ) -> None:
         super().__init__()
-        boundaries.check_size(tp_size, "tp_size")
+        tp_size = boundaries.check_size(tp_size, "tp_size")
         self.tp_group, self.tp_size, self.tp_rank, self._group_name = None, tp_size, 0, ""
         if tp_group is not None and tp_size == 1:
             self.tp_size = collectives.group_size(tp_group)
@@ -74,7 +78,7 @@ class ParallelLayer(nn.Module):
         self.inplace = inplace
         self._factory = {"dtype": params_dtype, "device": device}
         self._specs: dict[str, ParameterSpec] = {}
-        self._drawn: dict[str, int] = {}
+        self._drawn_as: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._seed = 0
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
@@ -84,8 +88,8 @@ class ParallelLayer(nn.Module):
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
         """Gives the layer its group; every rank of the group calls it.
 
-        Parameters as they were drawn, on no particular rank, are drawn again for this one;
-        parameters that were loaded or written since are kept.
+        Parameters that still are what was drawn, for no particular rank, become this rank's part;
+        those that were loaded or written since are kept.
 
         Raises: ValueError: the group has not ``tp_size`` ranks.
         """
@@ -99,7 +103,7 @@ class ParallelLayer(nn.Module):
         self._group_name = collectives.group_name(tp_group)
         drawn_for, self.tp_rank = self.tp_rank, collectives.group_rank(tp_group)
         if drawn_for != self.tp_rank:
-            self._draw(self._untouched())
+            self._exchange_parts(drawn_for)
 
     def require_group(self) -> None:
         """Raises ValueError if the layer still waits for its group."""
@@ -116,7 +120,7 @@ class ParallelLayer(nn.Module):
         if spec is None:
             self.register_parameter(name, None)
             return
-        shape = list(spec.shape)
+        shape = [boundaries.check_size(n, f"{name}: each size of {spec.shape}") for n in spec.shape]
         if spec.partition_dim is not None:
             shape[spec.partition_dim] = self._share(shape[spec.partition_dim], name)
         self._specs[name] = spec
@@ -137,28 +141,49 @@ class ParallelLayer(nn.Module):
 
     @torch.no_grad()
     def _draw(self, names: set[str]) -> None:
-        for index, (name, spec) in enumerate(self._specs.items()):
+        for name in names:
             parameter = self._parameters[name]
-            if name not in names or parameter is None or parameter.is_meta:
+            if parameter is None or parameter.is_meta:
                 continue
-            with _seeded(self._seed + index, parameter.device):
-                if spec.partition_dim is None or self.tp_size == 1:
-                    spec.init_method(parameter)
-                else:
-                    whole = parameter.new_empty(spec.shape)
-                    spec.init_method(whole)
-                    parts = whole.chunk(self.tp_size, spec.partition_dim)
-                    parameter.copy_(parts[self.tp_rank])
-            self._drawn[name] = _version(parameter)
+            self._drawn_as[name] = parameter.dtype, parameter.device
+            if self._specs[name].partition_dim is None or self.tp_size == 1:
+                self._initialise(name, parameter)
+            else:
+                parameter.copy_(self._drawn_parts(name)[self.tp_rank])
 
-    def _untouched(self) -> set[str]:
-        """The parameters that nobody has written since they were drawn."""
-        return {n for n, version in self._drawn.items() if _version(self._parameters[n]) == version}
+    @torch.no_grad()
+    def _exchange_parts(self, drawn_for: int) -> None:
+        """Puts this rank's part where that of rank ``drawn_for`` still is as it was drawn.
+
+        Told by value: version counters miss ``.data``, ``load_state_dict(assign=True)`` replaces.
+        """
+        for name in self._drawn_as:
+            parameter = self._parameters[name]
+            if self._specs[name].partition_dim is None or parameter is None or parameter.is_meta:
+                continue
+            parts = self._drawn_parts(name)
+            if torch.equal(parameter, parts[drawn_for].to(parameter)):
+                parameter.copy_(parts[self.tp_rank])
+
+    def _drawn_parts(self, name: str) -> tuple[Tensor, ...]:
+        """Every rank's part of a divided parameter, as drawn (again) by its seed.
+
+        In the dtype and on the device of the first time: others draw other numbers.
+        """
+        spec, (dtype, device) = self._specs[name], self._drawn_as[name]
+        assert spec.partition_dim is not None
+        whole = torch.empty(spec.shape, dtype=dtype, device=device)
+        self._initialise(name, whole)
+        return whole.chunk(self.tp_size, spec.partition_dim)
+
+    def _initialise(self, name: str, whole: Tensor) -> None:
+        with _seeded(self._seed + list(self._specs).index(name), whole.device):
+            self._specs[name].init_method(whole)
 
     def _settle_parameters(self) -> None:
         """Sets the attributes by which Megatron and Transformer Engine tell parameters apart.
 
-        Called whenever parameters may be new objects: ``to_empty()`` and ``deepcopy`` make some.
+        Called whenever parameters may be new objects: after ``to_empty()``, ``deepcopy``, pickle.
         """
         for name, spec in self._specs.items():
             parameter: Any = self._parameters[name]
@@ -179,8 +204,15 @@ class ParallelLayer(nn.Module):
         memo |= {id(self): twin, id(self.tp_group): self.tp_group}
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         twin._settle_parameters()
-        twin._drawn = {name: _version(twin._parameters[name]) for name in self._untouched()}
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the group, which no other process could use."""
+        return self.__dict__ | {"tp_group": None, "_group_name": ""}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._settle_parameters()
 
     def partition_dim(self, name: str) -> int | None:
         """The dim along which parameter ``name`` is divided; None: each rank has all of it."""
@@ -219,10 +251,7 @@ class ParallelLayer(nn.Module):
             )
         self._check_device(x, "x", meta, parameter)
         # Autocast brings operands to one dtype, but leaves float64 alone.
-        converts = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (
-            x.dtype,
-            parameter.dtype,
-        )
+        converts = is_autocast_on(x) and torch.float64 not in (x.dtype, parameter.dtype)
         if x.dtype != parameter.dtype and not converts:
             raise ValueError(
                 f"x is {x.dtype}, the parameters are {parameter.dtype}: convert x, build the layer "
@@ -241,15 +270,17 @@ class ParallelLayer(nn.Module):
             )
 
 
+def is_autocast_on(x: Tensor) -> bool:
+    """Whether autocast is, on the device of x; there is none on "meta"."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """x in autocast's dtype where it is on, as ``F.linear`` converts its operands: not float64."""
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == torch.float64 or not is_autocast_on(x):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
-
-
-def _version(parameter: Tensor | None) -> int:
-    return -1 if parameter is None or parameter.is_inference() else parameter._version
 
 
 @contextmanager

@@ -49,7 +49,8 @@ def apply_rotary(
             else their width.
         inplace: may write zeros into the pad rows of x.
 
-    Communicates nothing. Pad rows of the result and of the gradient of x are exactly zero.
+    Communicates nothing. Saves the tables and one position a row. Pad rows of the result and of the
+    gradient of x are exactly zero.
 
     Raises: ValueError: x has not the rows of meta; tables that disagree with each other or x, or
         end before the longest real sequence does.
@@ -65,7 +66,7 @@ def apply_rotary(
     if meta.max_seq_len > cos.shape[0]:  # of pads only: real rows lie inside the tables
         positions = positions.clamp(max=cos.shape[0] - 1)
     x = inert_input(x, meta, first_row=first_row, inplace=inplace)
-    out = _rotate(x, cos[positions], sin[positions], interleaved)
+    out = _rotate(x, cos, sin, positions, interleaved)
     return inert_output(out, meta, first_row=first_row, inplace=inplace)
 
 
@@ -108,21 +109,26 @@ def _half_tables(
 
 
 class _Rotate(torch.autograd.Function):
+    """Saves the tables and the positions: gathered by them, angles are as large as x."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin, positions)
         ctx.interleaved = interleaved
-        return _turned(x, cos, sin, interleaved)
+        return _turned(x, cos[positions], sin[positions], interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
-        cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin, ctx.interleaved), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        cos, sin, positions = ctx.saved_tensors
+        turned = _turned(grad, cos[positions], -sin[positions], ctx.interleaved)
+        return turned, None, None, None, None
 
 
-@register("rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return _Rotate.apply(x, cos, sin, interleaved)
+@register("rotate(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) -> Tensor")
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    return _Rotate.apply(x, cos, sin, positions, interleaved)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -48,7 +48,8 @@ def assert_padding_inert(
             embedding can look up. Tensors of other sizes are passed as they are. Outputs likewise:
             those of other sizes are compared whole.
         meta: of the rows.
-        params: the module, or the tensors, whose gradients count. None: ``fn``, if it is a module.
+        params: a module, or tensors, by whose names to report. None: ``fn``, if it is a module or
+            a method of one. Gradients of all other leaves that backward reaches are compared too.
         tp_group: the ranks that hold the shards of rows. Each of them makes the same call.
         poisons: what to put into pad rows.
 
@@ -58,7 +59,8 @@ def assert_padding_inert(
     Raises:
         AssertionError: names the first tensor, row and sequence that differ, with both values; or
             says that two equal runs differ, so that nothing can be proved.
-        ValueError: no input has the rows of ``meta``.
+        ValueError: no input has the rows of ``meta``; a reentrant checkpoint hides its parameters
+            and ``params`` does not name them.
     """
     trial = Trial(fn, inputs, meta, params, tp_group)
     # All runs come before any comparison: every rank has to take part in the same collectives.
@@ -147,7 +149,8 @@ def _sum_of_sequences(whole: Trial, packed: Results) -> Results:
                 else:
                     total[rows] = x
         for name, gradient in sequence.parameter_gradients.items():
-            alone.parameter_gradients[name].add_(gradient)
+            total = alone.parameter_gradients.setdefault(name, torch.zeros_like(gradient))
+            total += gradient
     return alone
 
 

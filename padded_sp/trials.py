@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +33,10 @@ class Results(NamedTuple):
 class Trial:
     """A function, its inputs and their meta; ``assert_padding_inert`` explains the arguments.
 
-    Raises: ValueError: no input has the rows of ``meta``.
+    Its parameters are those it is given and those that a backward pass reaches: the latter are
+    named by their number and shape as runs find them.
+
+    Raises: ValueError: no input has the rows of ``meta``; at a run, parameters are out of reach.
     """
 
     def __init__(
@@ -44,7 +48,9 @@ class Trial:
         tp_group: ProcessGroup | None = None,
     ) -> None:
         self.fn, self.inputs, self.meta, self.tp_group = fn, inputs, meta, tp_group
-        self.parameters, self.buffers = _state(fn if params is None else params)
+        module = _module_of(fn)
+        self._owns_parameters = module is not None or params is not None
+        self.parameters, self.buffers = _state(module, params)
         self._takes_meta = "meta" in _arguments(fn)
         if all(self.first_row(x) is None for x in _named(inputs).values()):
             raise ValueError(
@@ -59,17 +65,12 @@ class Trial:
         Every run starts from the same RNG state and the same buffers. It leaves those, and every
         parameter's ``.grad``, as they were.
         """
-        kept_gradients = [(p, p.grad) for p in self.parameters.values()]
         kept_buffers = [(b, b.detach().clone()) for b in self.buffers.values()]
         devices = {x.device for x in _named(self.inputs).values() if x.is_cuda}
         try:
-            for parameter, _ in kept_gradients:
-                parameter.grad = None
             with torch.random.fork_rng(list(devices)):
                 return self._run(pad)
         finally:
-            for parameter, grad in kept_gradients:
-                parameter.grad = grad
             with torch.no_grad():
                 for buffer, value in kept_buffers:
                     buffer.copy_(value)
@@ -84,17 +85,34 @@ class Trial:
             outputs = _outputs(self._call(activations))
         incoming = self.output_gradients(outputs, pad)
         differentiable = [name for name, y in outputs.items() if y.requires_grad]
-        if differentiable:
-            torch.autograd.backward(
-                [outputs[name] for name in differentiable],
-                [incoming[name] for name in differentiable],
+        self._find_parameters([outputs[name] for name in differentiable], leaves.values())
+        with _gradients_set_aside(self.parameters.values()):
+            if differentiable:
+                torch.autograd.backward(
+                    [outputs[name] for name in differentiable],
+                    [incoming[name] for name in differentiable],
+                )
+            return Results(
+                {name: y.detach() for name, y in outputs.items()},
+                _gradients("input", leaves),
+                _gradients("parameter", self.parameters),
+                {f"buffer {name}": b.detach().clone() for name, b in self.buffers.items()},
             )
-        return Results(
-            {name: y.detach() for name, y in outputs.items()},
-            _gradients("input", leaves),
-            _gradients("parameter", self.parameters),
-            {f"buffer {name}": b.detach().clone() for name, b in self.buffers.items()},
-        )
+
+    def _find_parameters(self, outputs: list[Tensor], inputs: Iterable[Tensor]) -> None:
+        """Adds the leaves that nobody named: a lambda, say, does not tell whose they are."""
+        nodes = _graph(outputs)
+        known = {id(x) for x in (*inputs, *self.parameters.values())}
+        for node in nodes:
+            if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:
+                name = f"{len(self.parameters)} of shape {tuple(node.variable.shape)}"
+                self.parameters[name] = node.variable
+        recomputes = any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
+        if recomputes and not self._owns_parameters:
+            raise ValueError(
+                "a reentrant checkpoint hides its parameters until backward: pass params=, the "
+                "module or the tensors, or checkpoint with use_reentrant=False"
+            )
 
     def _call(self, inputs: dict[str, Tensor]) -> Any:
         keywords = {"meta": self.meta} if self._takes_meta else {}
@@ -161,7 +179,7 @@ class SequenceTrial(Trial):
         else:
             inputs = [cut(x) for x in inputs]
         meta = PaddedSeqMeta.from_seq_lens([rows.stop - rows.start], device=whole.meta.device)
-        super().__init__(whole.fn, inputs, meta)
+        super().__init__(whole.fn, inputs, meta, whole.parameters)
         self.parameters, self.buffers = whole.parameters, whole.buffers
         self._incoming = {name: gradient[rows] for name, gradient in gradients.items()}
 
@@ -177,13 +195,52 @@ def _named(inputs: Inputs | Iterable[Tensor]) -> dict[str, Tensor]:
     return {str(name): x for name, x in pairs}
 
 
-def _state(owner: Callable[..., Any] | Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The trainable parameters, and the buffers, of a module; of a function what was given."""
-    if isinstance(owner, nn.Module):
-        parameters, buffers = dict(owner.named_parameters()), dict(owner.named_buffers())
-    else:
-        parameters, buffers = {} if callable(owner) else _named(owner), {}
+def _module_of(fn: Callable[..., Any]) -> nn.Module | None:
+    """The module that ``fn`` is, wraps, or is a method of."""
+    for function in (fn, inspect.unwrap(fn)):
+        owner = getattr(function, "__self__", function)
+        if isinstance(owner, nn.Module):
+            return owner
+    return None
+
+
+def _state(*owners: Params | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trainable parameters among what is given, and the buffers of its modules."""
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            parameters |= owner.named_parameters()
+            buffers |= owner.named_buffers()
+        elif owner is not None:
+            parameters |= _named(owner)
     return {name: p for name, p in parameters.items() if p.requires_grad}, buffers
+
+
+def _graph(outputs: Iterable[Tensor]) -> dict[Any, None]:
+    """Every autograd node behind the outputs, in an order that depends on the graph alone."""
+    # Keys are kept, as references: a node's Python object lives no longer than they do.
+    found: dict[Any, None] = {}
+    nodes = [torch.autograd.graph.get_gradient_edge(y).node for y in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found[node] = None
+            nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    return found
+
+
+@contextmanager
+def _gradients_set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, every ``.grad`` starts as None; afterwards it is what it was."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
 
 
 def _arguments(fn: Callable[..., Any]) -> Iterable[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from padded_sp import collectives
 from padded_sp.backends import torch_cross_entropy
+from padded_sp.boundaries import check_size
 from padded_sp.context import resolve_meta
 from padded_sp.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -24,12 +25,18 @@ from padded_sp.parallel_layer import InitMethod, ParallelLayer, ParameterSpec, n
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
 
+_INTEGERS = {
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+}
+
 
 class VocabParallelEmbedding(ParallelLayer):
     """One row of weight for each id, the vocabulary divided over the R ranks of ``tp_group``.
 
     Over R ranks, T = meta.num_rows, V = num_embeddings, H = embedding_dim:
-        ids      [T]          integers in [0, V), the same on each rank; pad rows may hold anything
+        ids      [T]          integers of any dtype in [0, V), the same on each rank; pad rows may
+                              hold anything
         weight   [V / R, H]
         y        [T / R, H]   this rank's rows; [T, H] without ``sequence_parallel``
         forward    y = reduce_scatter(weight[ids], zero where another rank has the id)
@@ -45,8 +52,8 @@ class VocabParallelEmbedding(ParallelLayer):
         init_method: writes the whole weight in place; None: normal, standard deviation 0.023.
 
     Raises:
-        ValueError: a vocabulary that R does not divide; at the call, before anything is
-            communicated: no group, ids or meta of other rows, ids that are no integers.
+        ValueError: sizes below 1, a vocabulary that R does not divide; at the call, before
+            anything is communicated: no group, ids or meta of other rows, ids that are no integers.
         RuntimeError: a real row's id is outside [0, V). On CUDA it is found on the device, without
             waiting for it, and ends the process's CUDA context.
     """
@@ -72,8 +79,10 @@ class VocabParallelEmbedding(ParallelLayer):
             params_dtype=params_dtype,
             device=device,
         )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        spec = ParameterSpec((num_embeddings, embedding_dim), 0, init_method or normal_init)
+        self.num_embeddings = check_size(num_embeddings, "num_embeddings")
+        self.embedding_dim = check_size(embedding_dim, "embedding_dim")
+        shape = (self.num_embeddings, self.embedding_dim)
+        spec = ParameterSpec(shape, 0, init_method or normal_init)
         self._add_parameter("weight", spec)
         self._settle_parameters()
         self.reset_parameters()
@@ -86,17 +95,19 @@ class VocabParallelEmbedding(ParallelLayer):
         _check_integers(ids, "ids", meta)
         self._check_device(ids, "ids", meta, self.weight)
 
+        ids = ids.long()  # before any comparison: 300 in uint8 would be 44
         if meta.has_padding:
             ids = ids.masked_fill(meta.padding_mask, 0)
         torch.ops.aten._assert_async.msg(
             ((ids >= 0) & (ids < self.num_embeddings)).all(),
             f"VocabParallelEmbedding: a real row's id is outside [0, {self.num_embeddings})",
         )
-        row = ids.long() - self.tp_rank * self.weight.shape[0]
+        row = ids - self.tp_rank * self.weight.shape[0]
         absent = (row < 0) | (row >= self.weight.shape[0])
         if meta.has_padding:
             absent = absent | meta.padding_mask
-        y = F.embedding(row.masked_fill(absent, 0), self.weight).masked_fill(absent[:, None], 0)
+        y = F.embedding(row.masked_fill(absent, 0), self.weight)
+        y = y.masked_fill_(absent[:, None], 0)  # its memory is fresh
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, meta, self.tp_group)
         return reduce_from_tensor_model_parallel_region(y, self.tp_group)
@@ -121,8 +132,8 @@ def vocab_parallel_cross_entropy(
 
     Over the R ranks of ``tp_group``, T = meta.num_rows:
         logits   [T, V / R]   this rank's columns, any floating dtype; never written to
-        labels   [T]          integers in [0, V) or ``ignore_index``, the same on each of these
-                              ranks; pad rows may hold anything
+        labels   [T]          integers of any dtype in [0, V) or ``ignore_index``, the same on each
+                              of these ranks; pad rows may hold anything
         returns  []           float32, float64 for float64 logits; the same on each of these ranks
     The sum over this pack's real rows whose label is not ``ignore_index``, over the number of such
     rows in the packs of all ranks of ``dp_group`` (0 if there are none). So each of *those* ranks
@@ -155,10 +166,11 @@ def vocab_parallel_cross_entropy(
             f"{meta.device}: move them to one device, the meta with meta.to(device)"
         )
 
+    labels = labels.long()  # before any comparison: -100 in uint8 would be 156
     counted = labels != ignore_index
     if meta.has_padding:
         counted = counted & ~meta.padding_mask
-    labels = labels.long().masked_fill(~counted, 0)
+    labels = labels.masked_fill(~counted, 0)
     vocabulary = logits.shape[1] * size
     torch.ops.aten._assert_async.msg(
         ((labels >= 0) & (labels < vocabulary)).all(),
@@ -181,8 +193,8 @@ def vocab_parallel_cross_entropy(
 
 def _check_integers(values: Tensor, name: str, meta: PaddedSeqMeta) -> None:
     meta.check_rows(values, name)
-    if values.dim() != 1 or values.dtype not in (torch.int64, torch.int32, torch.int16):
+    if values.dim() != 1 or values.dtype not in _INTEGERS:
         raise ValueError(
-            f"{name} are one integer a row, [T] of int64, int32 or int16, got "
+            f"{name} are one integer a row, [T] of an integer dtype, got "
             f"{list(values.shape)} of {values.dtype}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -103,6 +104,13 @@ def test_a_block_under_the_surrounding_meta(meta):
     assert_packing_equivalent(block, rows(meta, H), meta)
 
 
+def test_a_block_behind_a_lambda_or_a_method(meta):
+    block = Block()
+    for fn in (lambda x: block(x), block.forward):
+        assert_padding_inert(fn, rows(meta, H), meta)
+        assert_packing_equivalent(fn, rows(meta, H), meta)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_blocks(use_reentrant, meta):
     block = Block()
@@ -134,21 +142,41 @@ def test_capacity_metas(meta):
 # ---- what breaks it -----------------------------------------------------------------------------
 
 
+class Masked(nn.Linear):
+    """Zero pad rows outside; inside, 0 * NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return zero_padding(super().forward(x), resolve_meta(None))
+
+
 def test_a_plain_linear_poisons_its_weight_gradient(meta):
     with pytest.raises(AssertionError, match=r"padding is not inert: output, row 3 .* must be 0"):
         assert_padding_inert(nn.Linear(H, 6), rows(meta, H), meta)
-
-    class Masked(nn.Linear):
-        """Zero pad rows outside; inside, 0 * NaN."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return zero_padding(super().forward(x), resolve_meta(None))
 
     with pytest.raises(
         AssertionError,
         match=r"gradient of parameter weight at \(0, 0\) is \S+ with 0 in pad rows, nan with nan",
     ):
         assert_padding_inert(Masked(H, 6, bias=False), rows(meta, H), meta)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda model: lambda x: model(x), r"\d of shape \(6, 8\)"),
+        (lambda model: lambda x: (model(x), x.sum(1, keepdim=True)), r"\d of shape \(6, 8\)"),
+        (lambda model: model.forward, "weight"),
+        (lambda model: functools.wraps(model)(lambda x: model(x)), "weight"),
+        (lambda model: functools.partial(model), r"\d of shape \(6, 8\)"),
+    ],
+    ids=["lambda", "several outputs", "bound method", "wrapper", "partial"],
+)
+def test_parameters_are_found_behind_a_function(call, name, meta):
+    leaks = Masked(H, 6)
+    message = rf"gradient of parameter {name} at \(0, 0\) is \S+ with 0 in pad rows, nan with nan"
+    with pytest.raises(AssertionError, match=message):
+        assert_padding_inert(call(leaks), rows(meta, H), meta)
+    assert leaks.weight.grad is None
 
 
 def test_pads_of_integer_inputs_are_poisoned_too(meta):
@@ -257,6 +285,9 @@ def test_parameter_gradients_must_add_up(meta):
             lambda x: MeanGradient.apply(x, scale), rows(meta, H), meta, params=[scale]
         )
 
+    with pytest.raises(AssertionError, match=message.replace("0 at", r"0 of shape \(\) at")):
+        assert_packing_equivalent(lambda x: MeanGradient.apply(x, scale), rows(meta, H), meta)
+
 
 def test_the_tolerance_can_fail_and_be_widened(meta):
     def off(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
@@ -265,6 +296,13 @@ def test_the_tolerance_can_fail_and_be_widened(meta):
     with pytest.raises(AssertionError, match="packing changes the result: output, row"):
         assert_packing_equivalent(off, rows(meta, H), meta)
     assert_packing_equivalent(off, rows(meta, H), meta, rtol=1e-2)
+
+
+def test_a_hidden_parameter_must_be_named(meta):
+    block = Block()
+    hidden = lambda x: checkpoint(carry_meta(block), x, use_reentrant=True)  # noqa: E731
+    with pytest.raises(ValueError, match="a reentrant checkpoint hides its parameters"):
+        assert_padding_inert(hidden, rows(meta, H), meta)
 
 
 # ---- manners ------------------------------------------------------------------------------------
