@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=default)
     options = parser.parse_args()
 
+    load_average = os.getloadavg()[0]  # before our own ranks add to it
     layouts = launch(measure, RANKS, options.iterations, options.warm_up)[0]
     for name, figures in layouts.items():
         print(f"{name} ({figures['padding_share']:.1%} of the rows)")
@@ -54,7 +57,12 @@ def main() -> None:
                 f"  {candidate:<10} {times['median_ms']:8.2f} ms "
                 f"(p20 {times['p20_ms']:.2f}, p80 {times['p80_ms']:.2f})"
             )
-        print(f"  ratio of medians {figures['ratio']:.3f}")
+        pairs = figures["ratio_of_pairs"]
+        print(
+            f"  ratio, median of the pairs' {pairs['median']:.3f} (p20 {pairs['p20']:.3f}, "
+            f"p80 {pairs['p80']:.3f}); of the medians {figures['ratio_of_medians']:.3f}"
+        )
+    print(f"load average before: {load_average:.2f}, on {os.cpu_count()} cores")
     content = {
         "benchmark": "linear_gloo",
         "rows": SEQUENCES * SLOT,
@@ -63,6 +71,7 @@ def main() -> None:
         "ranks": RANKS,
         "iterations": options.iterations,
         "layouts": layouts,
+        "load_average_before": load_average,
         **provenance(),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -80,10 +89,21 @@ def measure(rank: Rank, iterations: int, warm_up: int) -> dict[str, Any]:
         )
         check(pairs)
         figures: dict[str, Any] = {pair: summary(values) for pair, values in times.items()}
-        figures["ratio"] = figures["padded_sp"]["median_ms"] / figures["by hand"]["median_ms"]
+        figures["ratio_of_pairs"] = ratio_of_pairs(times["padded_sp"], times["by hand"])
+        figures["ratio_of_medians"] = (
+            figures["padded_sp"]["median_ms"] / figures["by hand"]["median_ms"]
+        )
         figures["padding_share"] = 1 - sum(seq_lens) / (SEQUENCES * SLOT)
         layouts[name] = figures
     return layouts
+
+
+def ratio_of_pairs(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Of each iteration's two times, which lie side by side: median and the 20th and 80th
+    percentiles. What slows the machine down for longer than an iteration cancels out."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    fifths = statistics.quantiles(ratios, n=5, method="inclusive")
+    return {"median": statistics.median(ratios), "p20": fifths[0], "p80": fifths[3]}
 
 
 Step = Callable[[], list[Tensor]]

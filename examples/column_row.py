@@ -1,22 +1,20 @@
 import torch
 import torch.distributed as dist
 
-from padded_sp import AlignPolicy, ColumnParallelLinear, PaddedSeqMeta, RowParallelLinear, seq_meta
+from padded_sp import AlignPolicy, ColumnParallelLinear, PaddedSeqMeta, RowParallelLinear, pad
 
 dist.init_process_group()  # gloo between CPUs, NCCL between GPUs
 rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-gpus = torch.cuda.device_count()
-device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else "cpu"
 
 policy = AlignPolicy("fp8_current", tp_size=ranks)
 meta = PaddedSeqMeta.from_seq_lens([100, 150, 120, 133], policy, device=device)
 up = ColumnParallelLinear(256, 1024, tp_group=group, device=device)
 down = RowParallelLinear(1024, 256, tp_group=group, device=device)
 
-x = torch.ones(meta.num_rows, 256, device=device)
-x[meta.pad_rows] = float("nan")  # whatever pad rows hold, it reaches nothing
-with seq_meta(meta, check=group):
-    y_shard = down(up(meta.shard(x, rank)).relu())
+# Whatever pad rows hold, it reaches nothing.
+x = pad(torch.ones(meta.num_tokens, 256, device=device), meta, fill=float("nan"))
+y_shard = down(up(meta.shard(x, rank), meta).relu(), meta)
 y_shard.square().mean().backward()
 
 finite = bool(y_shard.isfinite().all() & up.weight.grad.isfinite().all())

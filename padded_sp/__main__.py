@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,26 +23,45 @@ from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from padded_sp import __version__  # noqa: E402
-from padded_sp.alignment import AlignPolicy, Placement, Recipe  # noqa: E402
-from padded_sp.presets import PRESETS, preset  # noqa: E402
+from padded_sp import PaddedSeqMeta, __version__  # noqa: E402
+from padded_sp.alignment import AlignPolicy, Placement, Plan, Recipe  # noqa: E402
+from padded_sp.demo.launch import RankFailure, available_backends, backend_for  # noqa: E402
+from padded_sp.presets import PRESETS, framework_plan  # noqa: E402
 
+_PROG = "python -m padded_sp"
 _console = Console()
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the chosen subcommand; the caller's mistakes become one line and exit status 2.
+    """Runs the chosen subcommand.
+
+    Exit status 2 and one line is the caller's mistake, 3 and a traceback a failure; 1 is left to
+    what the subcommand found out.
 
     Args: args: None: the command line's.
     """
+    args = sys.argv[1:] if args is None else args
     commands = {"demo": demo, "plan": plan, "doctor": doctor}
     try:
+        if args and args[0] in commands:
+            # By itself, so that its messages speak of its own options alone.
+            return tyro.cli(commands[args[0]], prog=f"{_PROG} {args[0]}", args=args[1:])
+        if "--version" in args:
+            print(f"padded_sp {__version__}")
+            return 0
+        description = f"{__doc__}\n\n--version prints the version."
         return tyro.extras.subcommand_cli_from_dict(
-            commands, args=args, prog="python -m padded_sp", description=__doc__
+            commands, prog=_PROG, args=args, description=description
         )
-    except ValueError as mistake:
+    except (ValueError, OSError) as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
+    except RankFailure as failure:  # holds the traceback that matters, the rank's
+        print(f"error: {failure}", file=sys.stderr)
+        return 3
+    except Exception:
+        traceback.print_exc()
+        return 3
 
 
 def demo(
@@ -58,7 +78,8 @@ def demo(
 ) -> int:
     """Train a small language model without padding, with padded_sp, and as others do.
 
-    Exit status 1 if padded_sp on 2 ranks did not take the steps of the unpadded run on one.
+    Exit status 1 if padded_sp on 2 ranks did not take the steps of the unpadded run on one, 2 for
+    options that cannot be run, 3 if a rank failed.
 
     Args:
         steps: Training steps of each arm.
@@ -68,8 +89,8 @@ def demo(
         recipe: Pad every sequence as this recipe would have it. The arithmetic is float32.
         learning_rate: Of the arms.
         seed: Of the weights and of the order of the text.
-        output: Where the plot goes, a PNG.
-        json: Where every figure goes; by default nowhere.
+        output: Where the plot goes, a .png; its folder is created if that alone is missing.
+        json: Where every figure goes, a .json; by default nowhere.
     """
     from padded_sp.demo.run import Settings, run
 
@@ -87,7 +108,7 @@ def plan(
     fp8_wire: bool = True,
     placement: Placement = "tail",
 ) -> int:
-    """Print the least legal padding of a pack, and that of other frameworks beside it.
+    """Print the least legal padding of a pack, and other frameworks' beside it, legal or not.
 
     Args:
         seq_lens: Real lengths, in tokens.
@@ -97,37 +118,39 @@ def plan(
         fp8_wire: Whether blockwise FP8 is gathered as FP8.
         placement: Where the rows go that only the total needs.
     """
-    ours = AlignPolicy(recipe, tp_size, cp_size, fp8_wire, placement=placement)
-    policies = {"padded_sp": ours}
-    policies |= {name: preset(name, recipe, tp_size, cp_size) for name in PRESETS}
+    policy = AlignPolicy(recipe, tp_size, cp_size, fp8_wire, placement=placement)
+    plans = {"padded_sp": policy.plan(seq_lens)}
+    plans |= {name: framework_plan(name, seq_lens, recipe, tp_size, cp_size) for name in PRESETS}
     shown = Table(
         title=f"{sum(seq_lens)} tokens, {recipe}, tp {tp_size}, cp {cp_size}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
     shown.add_column("as padded by")
-    for heading in ("rows", "rows per rank", "pads"):
+    for heading in ("rows", "rows per rank", "pads", "legal"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("padded lengths")
-    for name, policy in policies.items():
-        layout = policy.plan(seq_lens)
+    notes = [f"padded_sp: {note}"] if (note := plans["padded_sp"].note) else []
+    for name, layout in plans.items():
+        problem = _problem(layout, policy)
+        if problem:
+            notes.append(f"{name}: illegal for {problem}")
         shown.add_row(
             name,
             str(layout.num_rows),
             f"{layout.num_rows / (tp_size * cp_size):g}",
             f"{layout.waste():.1%}",
+            "no" if problem else "yes",
             _shortened(layout.padded_lens),
         )
     _console.print(shown)
-    if note := ours.plan(seq_lens).note:
-        _console.print(f"padded_sp: {note}")
+    for note in notes:
+        _console.print(note, highlight=False, soft_wrap=True)
     return 0
 
 
 def doctor() -> int:
     """Print versions, devices and backends, and what attention runs on here."""
-    from padded_sp.demo.launch import available_backends, backend_for
-
     rows = {
         "padded_sp": __version__,
         "Python": f"{platform.python_version()}, {platform.platform()}",
@@ -144,6 +167,18 @@ def doctor() -> int:
         shown.add_row(f"[bold]{name}", value)
     _console.print(shown)
     return 0
+
+
+def _problem(layout: Plan, policy: AlignPolicy) -> str:
+    """Why the policy's recipe refuses a layout; empty where it does not."""
+    meta = PaddedSeqMeta.from_seq_lens(layout.seq_lens, padded_lens=layout.padded_lens)
+    try:
+        policy.check(meta)
+    except ValueError as refusal:
+        reason, _, ways_out = str(refusal).partition(". ")
+        falls_back = "fp8_wire=False takes this layout" in ways_out
+        return f"{reason}; legal where gathers travel as BF16" if falls_back else reason
+    return ""
 
 
 def _shortened(lengths: tuple[int, ...], most: int = 8) -> str:

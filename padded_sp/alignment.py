@@ -119,7 +119,7 @@ class AlignPolicy:
     placement: Placement = "tail"
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
+        if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
             raise ValueError(f"unknown recipe {self.recipe!r}; known: {', '.join(RECIPES)}")
         if self.placement not in get_args(Placement):
             raise ValueError(
@@ -130,7 +130,7 @@ class AlignPolicy:
             size = getattr(self, name)
             if name != "num_sequences" or size is not None:
                 object.__setattr__(self, name, check_size(size, name))
-        if isinstance(self.bucket, Integral):
+        if isinstance(self.bucket, int | Integral):
             object.__setattr__(self, "bucket", check_size(self.bucket, "bucket"))
         elif self.bucket is not None:
             sizes = [check_size(n, "bucket") for n in host_lengths(self.bucket, "bucket")]

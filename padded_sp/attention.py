@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -78,10 +79,12 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         _refuse(unsupported)
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_size = boundaries.check_size
+        self.num_heads = check_size(num_heads, "num_heads")
+        self.head_dim = check_size(head_dim, "head_dim")
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = check_size(kv_heads, "num_kv_heads")
+        self.v_head_dim = check_size(head_dim if v_head_dim is None else v_head_dim, "v_head_dim")
         self.mask = mask
         self.window = _window(mask, window)
         self.dropout = dropout
@@ -90,18 +93,16 @@ class DotProductAttention(nn.Module):
         self.inplace = inplace
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
-        if min(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim) < 1:
-            raise ValueError(
-                f"head counts and sizes must be positive, got {self.num_heads} and "
-                f"{self.num_kv_heads} heads of {self.head_dim} and {self.v_head_dim}"
-            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
                 f"{self.num_kv_heads}; the third argument counts KV heads, v_head_dim= is the size "
                 "of a value's head"
             )
-        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            raise ValueError(f"softmax_scale must be a positive number, got {scale!r}")
+        self.softmax_scale = scale
         self._attend = backends.load(backends.ATTENTION, backend).dot_product_attention
         self.tp_size = group_size(tp_group) if tp_size == 1 else tp_size
         for name, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
@@ -157,9 +158,11 @@ class DotProductAttention(nn.Module):
         q, k, v = map(to_autocast_dtype, (q, k, v))
         self._check(q, k, v, meta, kv_meta)
 
-        q = inert_input(q, meta, inplace=self.inplace)
-        k = inert_input(k, kv_meta, inplace=self.inplace)
-        v = inert_input(v, kv_meta, inplace=self.inplace)
+        # Rows that are pads by one of two metas may be real by the other.
+        inplace = self.inplace and (kv_meta is meta or not _share_memory(q, k, v))
+        q = inert_input(q, meta, inplace=inplace)
+        k = inert_input(k, kv_meta, inplace=inplace)
+        v = inert_input(v, kv_meta, inplace=inplace)
         dropout = self.dropout if self.training else 0.0
         with self._rng(dropout):
             out = self._attend(
@@ -239,6 +242,13 @@ def _window(mask: str, window: tuple[int, int] | None) -> tuple[int, int]:
             f'({left}, 0), or mask="full"'
         )
     return left, 0
+
+
+def _share_memory(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # nothing is written to then
+        return False
+    storage = q.untyped_storage().data_ptr()
+    return storage in (k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr())
 
 
 def _refuse(unsupported: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import itertools
 import operator
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ def lengths_from_cu_seqlens(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The real and padded lengths between boundaries, checked; device arrays are read once."""
     for name, array in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
+        if array is None and name == "cu_seqlens":
+            raise ValueError("cu_seqlens is None; pass the real boundaries, int32 [B + 1]")
         dtype = getattr(array, "dtype", torch.int32)
         if str(dtype).removeprefix("torch.") != "int32":
             raise ValueError(f"{name} must be int32, got {dtype}; convert it with .to(torch.int32)")
@@ -91,15 +94,14 @@ def check_lengths(seq_lens: tuple[int, ...], padded_lens: tuple[int, ...]) -> No
         )
 
 
-def check_size(size: object, name: str, least: int = 1) -> int:
+def check_size(size: object, name: str, least: int | None = 1) -> int:
     """``size`` as a Python integer. Raises ValueError unless it is one of at least ``least``."""
-    try:
+    with suppress(TypeError):
         count = integer(size)
-    except TypeError:
-        count = least - 1
-    if count < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {size!r}")
-    return count
+        if least is None or count >= least:
+            return count
+    bound = "" if least is None else f" of at least {least}"
+    raise ValueError(f"{name} must be an integer{bound}, got {size!r}")
 
 
 def check_shards(num_rows: int, shards: int) -> None:
@@ -198,6 +200,11 @@ def refill(
 ) -> None:
     """Writes new boundaries into the arrays that :func:`to_device` made, by one copy."""
     packed = _packed(seq_lens, padded_lens, pin=cu_seqlens.is_cuda)
+    if cu_seqlens.untyped_storage().data_ptr() != cu_seqlens_padded.untyped_storage().data_ptr():
+        # Unpickled: each array has memory of its own.
+        for array, values in zip((cu_seqlens, cu_seqlens_padded), packed, strict=True):
+            array.copy_(values[: array.shape[0]], non_blocking=True)
+        return
     stride = cu_seqlens_padded.storage_offset() - cu_seqlens.storage_offset()
     both = cu_seqlens.as_strided(packed.shape, (stride, 1))
     both.copy_(packed, non_blocking=True)

@@ -87,6 +87,11 @@ def resolve_meta(meta: PaddedSeqMeta | None) -> PaddedSeqMeta:
         if not isinstance(meta, PaddedSeqMeta):
             raise ValueError(f"meta must be a PaddedSeqMeta, got {type(meta).__name__}")
         return meta
+    if torch.compiler.is_compiling():
+        # Dynamo can't trace a context variable, nor tell which backward pass it compiles for.
+        torch._dynamo.graph_break(
+            "under torch.compile(fullgraph=True) pass the meta as an argument"
+        )
     entry = _current.get()
     if entry is not None and entry.backward_pass == _backward_pass():
         return entry.meta
@@ -100,6 +105,4 @@ def resolve_meta(meta: PaddedSeqMeta | None) -> PaddedSeqMeta:
 
 def _backward_pass() -> int:
     """The number of the backward pass that this thread works on; -1 outside of any."""
-    if torch.compiler.is_compiling():
-        return -1
     return torch._C._current_graph_task_id()

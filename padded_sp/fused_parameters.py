@@ -15,7 +15,8 @@ ParametersSplit = Sequence[str] | Mapping[str, int]
 def split_features(split: ParametersSplit | None, out_features: int) -> dict[str, int]:
     """The prefix of each part's parameters, and its share of the whole layer's features.
 
-    Raises: ValueError: no names, a name twice, parts that do not add up to ``out_features``.
+    Raises: ValueError: no names, a name twice or not fit for an attribute, parts that do not add up
+        to ``out_features``.
     """
     if split is None:
         return {"": out_features}
@@ -32,6 +33,8 @@ def split_features(split: ParametersSplit | None, out_features: int) -> dict[str
         )
     else:
         sizes = dict.fromkeys(split, out_features // len(split))
+    if not all(isinstance(name, str) and name.isidentifier() for name in sizes):
+        raise ValueError(f"parameters_split names attributes, so letters and digits, got {split!r}")
     parts = {f"{name.rstrip('_')}_": features for name, features in sizes.items()}
     if len(parts) != len(split) or sum(parts.values()) != out_features:
         raise ValueError(
@@ -67,24 +70,39 @@ def joined(parameters: Sequence[Tensor]) -> Tensor:
     return _Joined.apply(*parameters)
 
 
+def watch_parts(y: Tensor, whole: Tensor, parts: Sequence[Tensor]) -> None:
+    """Lets the backward of ``y`` refuse parts that were written since, as autograd does.
+
+    ``whole = joined(parts)`` is a view of the first, and that one is all that autograd watches.
+    Call it where the backward of ``y`` reads ``whole``.
+    """
+    if len(parts) == 1 or torch.compiler.is_compiling() or y.grad_fn is None:
+        return
+    if not _is_plain(whole) or whole.data_ptr() != parts[0].data_ptr():  # a copy
+        return
+    versions = [part._version for part in parts]
+
+    def check(grad_outputs: tuple[Tensor, ...]) -> None:
+        for i, (part, version) in enumerate(zip(parts, versions, strict=True)):
+            if part._version != version:
+                raise RuntimeError(
+                    f"part {i} of a fused parameter, needed for gradient computation, has been "
+                    f"modified by an inplace operation: it is at version {part._version}; "
+                    f"expected version {version} instead. Write parameters after backward"
+                )
+
+    y.grad_fn.register_prehook(check)
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.rows = [parameter.shape[0] for parameter in parameters]
-        ctx.parameters, ctx.versions = parameters, [_version(p) for p in parameters]
         first = parameters[0]
         return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        # Autograd itself watches the first part alone, whose view the whole is.
-        for i, (parameter, version) in enumerate(zip(ctx.parameters, ctx.versions, strict=True)):
-            if _version(parameter) != version:
-                raise RuntimeError(
-                    f"part {i} of a fused parameter, needed for gradient computation, has been "
-                    f"modified by an inplace operation: it is at version {_version(parameter)}; "
-                    f"expected version {version} instead. Write it after backward"
-                )
         return grad.split(ctx.rows)
 
 
@@ -101,8 +119,3 @@ def _are_side_by_side(parameters: Sequence[Tensor]) -> bool:
 def _is_plain(parameter: Tensor) -> bool:
     """Not a DTensor or another subclass, whose memory is its own business."""
     return type(parameter) in (nn.Parameter, Tensor) and parameter.is_contiguous()
-
-
-def _version(parameter: Tensor) -> int:
-    """Writes so far; inference tensors are not counted, and need no backward."""
-    return 0 if parameter.is_inference() else parameter._version

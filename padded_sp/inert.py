@@ -13,7 +13,6 @@ from torch import Tensor
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.padding import zero_padding_copy, zero_rows_
 
-
 # Autograd nodes whose formula divides by their result, or takes the exponential of its distance to
 # the input. Source: PyTorch tools/autograd/derivatives.yaml, the formulas with ``result``.
 _DIVIDE_BY_RESULT = ("SqrtBackward", "ForeachSqrt", "HypotBackward", "LogsumexpBackward")
@@ -49,8 +48,9 @@ def inert_output(
     """``y``, fresh from an op, with pad rows zero; the gradient that comes back for it likewise.
 
     ``y`` is no view: the hook that zeroes its gradient must stay on the op when a caller goes on
-    with an in-place operation. The gradient's pad rows are zeroed before the op's backward sees it: a dense gradient is
-    overwritten (the caller and siblings that share it may see the zeros), an expanded one copied.
+    with an in-place operation. The gradient's pad rows are zeroed before the op's backward sees
+    it: a dense gradient is overwritten (the caller and siblings that share its memory may see the
+    zeros), an expanded one copied.
     ``is_zero``: the op is known to have left zeros in the pad rows.
     """
     if not _has_pads(y, meta, first_row):

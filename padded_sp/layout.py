@@ -31,6 +31,7 @@ class Layout:
     is_capacity: bool
     _seq_lens: tuple[int, ...]
     _padded_lens: tuple[int, ...]
+    _num_tokens: int
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     # ---- counts on the host ---------------------------------------------------------------------
@@ -53,7 +54,7 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         """N, the real rows."""
-        return sum(self.seq_lens)
+        return self._num_tokens if not self.is_capacity else self._stale("num_tokens")
 
     @property
     def rows_per_rank(self) -> int:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from padded_sp.backends import torch_linear
+from padded_sp.boundaries import check_size
 from padded_sp.context import resolve_meta
 from padded_sp.fused_parameters import (
     ParametersSplit,
     joined,
     lay_side_by_side,
     split_features,
+    watch_parts,
 )
 from padded_sp.inert import inert_input, inert_output
 from padded_sp.meta import PaddedSeqMeta
@@ -63,7 +65,8 @@ class _ParallelLinear(ParallelLayer):
             device=device,
             inplace=inplace,
         )
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features = check_size(in_features, "in_features")
+        self.out_features = out_features = check_size(out_features, "out_features")
         self.use_bias, self.return_bias = bias, return_bias
         self._weight_names: list[str] = []
         self._bias_names: list[str] = []
@@ -93,6 +96,10 @@ class _ParallelLinear(ParallelLayer):
         if self.use_bias:
             bias = to_autocast_dtype(joined([getattr(self, name) for name in self._bias_names]))
         return (x, weight, None, bias) if self.return_bias else (x, weight, bias, None)
+
+    def _watch_weight(self, y: Tensor, x: Tensor, weight: Tensor) -> None:
+        if x.requires_grad:  # only its gradient is computed from the weight
+            watch_parts(y, weight, [getattr(self, name) for name in self._weight_names])
 
     def extra_repr(self) -> str:
         return (
@@ -129,8 +136,11 @@ class ColumnParallelLinear(_ParallelLinear):
             holds this rank's features of each part, one after the other.
         inplace: False: never write to pad rows of the caller's tensors, copy.
 
-    Raises: ValueError: a part that R does not divide; parts that do not add up; at the call, before
-        anything is communicated: no group, x or meta of other rows, features, dtype or device.
+    Raises:
+        ValueError: sizes below 1; a part that R does not divide; parts that do not add up; at the
+            call, before anything is communicated: no group, x or meta of other rows, features,
+            dtype or device.
+        RuntimeError: in backward, where a weight that it needs was written after forward.
     """
 
     _partition_dim = 0
@@ -162,6 +172,7 @@ class ColumnParallelLinear(_ParallelLinear):
         y = torch_linear.column_parallel_linear(
             x, weight, bias, self._group_name, self.tp_size, self.sequence_parallel
         )
+        self._watch_weight(y, x, weight)
         return inert_output(y, meta, inplace=self.inplace, is_zero=bias is None)
 
 
@@ -202,6 +213,7 @@ class RowParallelLinear(_ParallelLinear):
         y = torch_linear.row_parallel_linear(
             x, weight, bias, self._group_name, self.tp_size, self.sequence_parallel
         )
+        self._watch_weight(y, x, weight)
         y = inert_output(
             y,
             meta,
@@ -226,11 +238,12 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     Args:
         normalization: "LayerNorm" or "RMSNorm".
-        eps: added to the variance, or to the mean square.
+        eps: added to the variance, or to the mean square; at least 1e-24.
         zero_centered_gamma: layer_norm_weight is stored minus one.
         return_layernorm_output: return the normalised rows of this rank too, after y (and bias).
 
-    Raises: ValueError: another ``normalization``; otherwise as :class:`ColumnParallelLinear`.
+    Raises: ValueError: another ``normalization``, eps below 1e-24 or not finite; otherwise as
+        :class:`ColumnParallelLinear`.
     """
 
     layer_norm_weight: nn.Parameter
@@ -247,7 +260,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return_layernorm_output: bool = False,
         **linear: Any,
     ) -> None:
-        check_normalization(normalization)
+        check_normalization(normalization, eps)
         super().__init__(in_features, out_features, **linear)
         self.eps, self.normalization = eps, normalization
         self.zero_centered_gamma = zero_centered_gamma

@@ -151,6 +151,7 @@ class PaddedSeqMeta(Layout):
             is_capacity=False,
             _seq_lens=seq_lens,
             _padded_lens=padded_lens,
+            _num_tokens=sum(seq_lens),
         )
 
     def to(self, device: torch.device | str) -> PaddedSeqMeta:
@@ -233,6 +234,7 @@ class PaddedSeqMeta(Layout):
             is_capacity=True,
             _seq_lens=(),
             _padded_lens=(),
+            _num_tokens=0,
         )
 
     def copy_(self, other: PaddedSeqMeta) -> PaddedSeqMeta:
@@ -240,12 +242,18 @@ class PaddedSeqMeta(Layout):
 
         One pinned non-blocking copy on the current stream; call it between graph replays.
 
-        Raises: ValueError: this meta has no capacity, or ``other`` does not fit into it.
+        Raises: ValueError: this meta has no capacity, or ``other`` does not fit into it or is made
+            for another ``cp_size``.
         """
         if not self.is_capacity:
             raise ValueError(
                 "copy_ refills metas made by with_capacity; any other meta is frozen: build a new "
                 "one for each batch"
+            )
+        if other.cp_size != self.cp_size:
+            raise ValueError(
+                f"a meta for cp_size={other.cp_size} does not fit a capacity for "
+                f"cp_size={self.cp_size}: plan it for that"
             )
         real, padded = boundaries.fit(
             other.seq_lens, other.padded_lens, self.num_sequences, self.num_rows, self.max_seq_len
@@ -264,8 +272,12 @@ class PaddedSeqMeta(Layout):
 
 def _size_like(policy: AlignPolicy | None, name: str, given: int | None) -> int:
     """``tp_size`` or ``cp_size``: given, or the policy's; the two must not contradict."""
+    from padded_sp.alignment import AlignPolicy
+
     if policy is None:
         return 1 if given is None else given
+    if not isinstance(policy, AlignPolicy):
+        raise ValueError(f"policy must be an AlignPolicy, got {policy!r}: AlignPolicy(recipe=...)")
     planned = getattr(policy, name)
     if given is not None and given != planned:
         raise ValueError(f"{name}={given} contradicts the policy's {name}={planned}; pass one")

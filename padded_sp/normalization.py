@@ -162,8 +162,8 @@ def check_normalization(normalization: str, eps: float) -> None:
     """Raises ValueError unless pad rows, which are zero, come out of such a norm and back."""
     if normalization not in ("LayerNorm", "RMSNorm"):
         raise ValueError(f'normalization must be "LayerNorm" or "RMSNorm", got {normalization!r}')
-    if not _LEAST_EPS <= eps < math.inf:
+    if not isinstance(eps, (int, float)) or not _LEAST_EPS <= eps < math.inf:
         raise ValueError(
-            f"eps must be finite and at least {_LEAST_EPS}, got {eps}: the zeros of pad rows are "
+            f"eps must be finite and at least {_LEAST_EPS}, got {eps!r}: the zeros of pad rows are "
             "multiplied by 1 / sqrt(eps), and must stay zeros"
         )

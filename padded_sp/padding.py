@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.types import Number
 
+from padded_sp import boundaries
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.rows import beside, gather_rows, zero_pads_, zero_row_list_
 
@@ -54,13 +55,14 @@ def roll(x: Tensor, meta: PaddedSeqMeta, shifts: int = -1, fill: Number | None =
                             else fill: by default -100 for integers, 0 (False) otherwise
         backward grad_x = roll(grad, shifts=-shifts, fill=0)
 
-    Raises: ValueError: x has not T rows; the dtype cannot hold fill.
+    Raises: ValueError: x has not T rows; shifts is no integer; the dtype cannot hold fill.
     """
     meta.check_rows(x, "x")
     if fill is None:
         inexact = x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool
         fill = 0 if inexact else -100
     _check_fill(fill, x.dtype)
+    shifts = boundaries.check_size(shifts, "shifts", least=None)
     shifts = max(-meta.num_rows, min(meta.num_rows, shifts))
     return gather_rows(x, _source_of_row(meta, shifts), _source_of_row(meta, -shifts), fill)
 
@@ -86,9 +88,14 @@ def zero_padding_(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
 
         x        [T, ...]   any dtype, T = meta.num_rows
 
-    Raises: ValueError: x has not T rows.
+    Raises: ValueError: x has not T rows, or rows that share memory with others.
     """
     meta.check_rows(x, "x")
+    if not torch.compiler.is_compiling() and _may_overlap(x):  # compiled, it is torch's copy_
+        raise ValueError(
+            f"zero_padding_ would write real rows too: x of shape {tuple(x.shape)} and strides "
+            f"{x.stride()} has elements that share memory; use zero_padding, which copies"
+        )
     if x.requires_grad:  # torch's own operations bring the gradient and the check of leaves
         if meta.is_capacity:
             return x.masked_fill_(beside(meta.padding_mask, x), 0)
@@ -162,6 +169,16 @@ def _source_of_row(meta: PaddedSeqMeta, shifts: int) -> Tensor:
     return meta.cached(("source_of_row", shifts), make)
 
 
+def _may_overlap(x: Tensor) -> bool:
+    """Whether two elements may share memory: a step along a dim does not clear the smaller dims."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _check_counted(meta: PaddedSeqMeta, name: str) -> None:
     if meta.is_capacity:
         raise ValueError(
@@ -181,7 +198,11 @@ def _check_tokens(tokens: Tensor, meta: PaddedSeqMeta) -> None:
 
 
 def _check_fill(fill: Number, dtype: torch.dtype) -> None:
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_complex:
+        return
+    if isinstance(fill, complex):
+        raise ValueError(f"{dtype} cannot hold fill={fill}: pass a real number as fill=")
+    if dtype.is_floating_point:
         return
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if fill != fill or not low <= fill <= high or fill != int(fill):

@@ -117,6 +117,8 @@ class ParallelLayer(nn.Module):
 
     def _add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
         """Registers this rank's part, still to be drawn; None where the layer has none."""
+        if hasattr(self, name):
+            raise ValueError(f"{type(self).__name__} has a {name} already; name the part otherwise")
         if spec is None:
             self.register_parameter(name, None)
             return
@@ -249,6 +251,8 @@ class ParallelLayer(nn.Module):
                 f"{type(self).__name__} takes x [rows, *, {features}] on each of its "
                 f"{self.tp_size} ranks, got {list(x.shape)}"
             )
+        if not x.is_floating_point():
+            raise ValueError(f"{type(self).__name__} takes x of a floating dtype, got {x.dtype}")
         self._check_device(x, "x", meta, parameter)
         # Autocast brings operands to one dtype, but leaves float64 alone.
         converts = is_autocast_on(x) and torch.float64 not in (x.dtype, parameter.dtype)

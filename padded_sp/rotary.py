@@ -74,6 +74,8 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, meta: PaddedSeqMeta, size: int) 
     if x.dim() < 2 or not x.is_floating_point():
         raise ValueError(f"x must be floating [rows, *, D], got {x.dtype} {tuple(x.shape)}")
     meta.check_rows(x, "x", size)
+    if not (cos.is_floating_point() and sin.is_floating_point()):
+        raise ValueError(f"cos and sin must be floating, got {cos.dtype} and {sin.dtype}")
     if cos.dim() != 2 or cos.shape != sin.shape or cos.device != x.device:
         raise ValueError(
             "cos and sin must both be [S, rot / 2], on the device of x, got "
@@ -84,6 +86,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, meta: PaddedSeqMeta, size: int) 
         return
     # Beyond the tables there may be pads alone. With capacity the host cannot know which they are.
     longest = meta.max_seq_len if meta.is_capacity else max(meta.seq_lens)
+    longest = max(1, longest)  # pads alone take the last place there is
     if longest > cos.shape[0]:
         raise ValueError(
             f"the tables end at position {cos.shape[0] - 1}, the longest sequence at "
@@ -96,8 +99,10 @@ def _half_tables(
 ) -> tuple[Tensor, Tensor]:
     """[S, rot / 2] of tables that may have each angle twice."""
     width = cos.shape[1]
-    rot = rotary_dim or (2 * width if 2 * width <= features else width)
-    if rot % 2 or rot > features or width not in (rot // 2, rot):
+    rot = rotary_dim
+    if rot is None:
+        rot = 2 * width if 2 * width <= features else width
+    if rot < 2 or rot % 2 or rot > features or width not in (rot // 2, rot):
         raise ValueError(
             f"tables of width {width} do not turn {rot} of {features} features: give [S, rot / 2], "
             "or [S, rot] and rotary_dim=rot, with rot even and at most the features"

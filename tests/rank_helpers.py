@@ -34,6 +34,19 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+def drawn(
+    group: dist.ProcessGroup, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Normal values of this shape, the same on every rank and on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device_of(group), dtype)
+
+
+def part(tensor: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+    """This rank's share of a tensor that is divided along ``dim``: a view."""
+    return tensor.chunk(group.size(), dim)[group.rank()]
+
+
 def comm_counts(comms: CommDebugMode) -> dict[str, int]:
     """The collectives that ran, by name: {"all_gather_into_tensor": 1, ...}."""
     counts: dict[Any, int] = comms.get_comm_counts()

@@ -13,7 +13,6 @@ from layouts import lengths
 
 from padded_sp import AlignPolicy, PaddedSeqMeta
 from padded_sp.alignment import RECIPES, Plan
-from padded_sp.presets import PRESETS, preset
 
 PLACEMENTS = ("tail", "own_entry", "each_sequence")
 
@@ -261,40 +260,3 @@ def test_check_of_a_capacity_takes_the_rows_alone():
     AlignPolicy("fp8_delayed", 2).check(meta)
     with pytest.raises(ValueError, match="24 rows per rank"):
         AlignPolicy("mxfp8", 2).check(meta)
-
-
-# ---- what other frameworks pad ------------------------------------------------------------------
-
-
-@given(
-    lengths(max_value=300),
-    st.sampled_from(sorted(PRESETS)),
-    st.sampled_from(["bf16", "fp8_delayed", "fp8_current"]),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2]),
-)
-def test_no_preset_wastes_less_than_the_least_plan(seq_lens, name, recipe, tp_size, cp_size):
-    theirs = preset(name, recipe, tp_size, cp_size).plan(seq_lens)
-    ours = AlignPolicy(recipe, tp_size, cp_size).plan(seq_lens)
-    assert is_legal(AlignPolicy(recipe, tp_size, cp_size), theirs.padded_lens)
-    assert ours.num_rows <= theirs.num_rows
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe", "rows"),
-    [
-        ("verl", "fp8_delayed", 256),  # lcm(16, tp) each, tp * 128 in all
-        ("nemo_rl", "fp8_delayed", 64),  # tp each, tp * 16 in all
-        ("skyrl", "fp8_delayed", 64),  # lcm(tp, 16) each
-        ("slime", "bf16", 256),  # tp * 128 in all, whatever the recipe
-        ("ms_swift", "mxfp8", 64),  # tp * 32 in all
-        ("ms_swift", "bf16", 44),
-    ],
-)
-def test_presets_pad_as_their_frameworks_do(name, recipe, rows):
-    assert preset(name, recipe, tp_size=2).plan([5, 38]).num_rows == rows
-
-
-def test_unknown_presets_raise():
-    with pytest.raises(ValueError, match="unknown preset 'trl'; known: verl, nemo_rl"):
-        preset("trl")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from padded_sp import PaddedSeqMeta, carry_meta, collectives, seq_meta
+from padded_sp import ColumnParallelLinear, PaddedSeqMeta, carry_meta, collectives, seq_meta
 from padded_sp.context import resolve_meta
 
 
@@ -182,3 +182,41 @@ def test_a_block_entered_during_backward_counts_there():
     y.register_hook(hook)
     y.sum().backward()
     assert seen == [meta]
+
+
+# ---- under torch.compile ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputing_a_compiled_block_needs_its_meta_as_well(use_reentrant):
+    layer = ColumnParallelLinear(4, 4)
+    compiled = torch.compile(layer, backend="eager")
+    x = torch.randn(16, 4, requires_grad=True)
+    first, second = (
+        PaddedSeqMeta.from_seq_lens(lengths, padded_lens=[8, 8]) for lengths in ([8, 1], [1, 8])
+    )
+
+    def weight_gradient(block: Callable[..., Tensor], meta: PaddedSeqMeta) -> Tensor:
+        layer.zero_grad()
+        with seq_meta(meta):
+            y = checkpoint(block(), x, use_reentrant=use_reentrant)
+        with seq_meta(second):  # of the batch after it, in flight at the same time
+            y.sum().backward()
+        return layer.weight.grad
+
+    with pytest.raises(ValueError, match="carry_meta"):
+        weight_gradient(lambda: compiled, first)
+    carried = weight_gradient(lambda: carry_meta(compiled), first)
+    layer.zero_grad()
+    layer(x, first).sum().backward()
+    assert torch.equal(carried, layer.weight.grad)
+
+
+def test_a_full_graph_takes_the_meta_as_an_argument():
+    torch._dynamo.reset()  # what broke the graph in other tests would be skipped without a word
+    layer = ColumnParallelLinear(4, 4)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    meta, x = packed(5, 3), torch.randn(8, 4)
+    assert torch.equal(compiled(x, meta), layer(x, meta))
+    with seq_meta(meta), pytest.raises(Exception, match="pass the meta as an argument"):
+        compiled(x)

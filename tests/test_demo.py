@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -15,11 +17,21 @@ import torch
 
 import padded_sp.__main__
 from padded_sp import AlignPolicy
-from padded_sp.demo import report, text
+from padded_sp.demo import report, speed, text
 from padded_sp.demo import run as demo_run
-from padded_sp.demo.arms import Handling, all_arms, mixed_spans, padded_spans, real_spans
+from padded_sp.demo.arms import (
+    Handling,
+    all_arms,
+    labels_of_unpadded_rows,
+    labels_with_pads,
+    labels_without_end,
+    mixed_spans,
+    own_labels,
+    padded_spans,
+    real_spans,
+)
 from padded_sp.demo.batch import Batch
-from padded_sp.demo.launch import launch
+from padded_sp.demo.launch import RankFailure, launch
 from padded_sp.demo.losses import PaddedModel, PlainModel, model_of
 from padded_sp.demo.model import Llama, LlamaConfig
 from padded_sp.demo.train import Run, Step, train
@@ -64,6 +76,20 @@ def test_demo_prints_a_line_for_each_arm(small_demo):
     assert "…" not in output  # nothing was cut off
 
 
+def test_demo_times_the_two_arms_that_are_compared(small_demo):
+    output, folder = small_demo
+    arms = json.loads((folder / "demo.json").read_text())["arms"]
+    rates = {arm["name"]: arm["tokens_per_second"] for arm in arms}
+    timed = {name: rate for name, rate in rates.items() if rate is not None}
+    assert list(timed) == ["unpadded", "padded_sp"]
+    for name, rate in timed.items():
+        (line,) = [
+            line for line in output.splitlines() if line.startswith(f"{name} ") and "→" in line
+        ]
+        assert line.split()[-1] == f"{rate:,.0f}"
+    assert "each timed alone and without NaN" in output
+
+
 def test_demo_tells_of_its_progress(small_demo):
     output, _ = small_demo
     for name in ("warm-up: step 6/6", *(f"{name}: step 4/4" for name in ARMS)):
@@ -81,11 +107,14 @@ def test_demo_writes_figures_that_show_each_route(small_demo):
     for right, ours in zip(arms["unpadded"]["steps"], arms["padded_sp"]["steps"], strict=True):
         assert ours["loss"] == pytest.approx(right["loss"], rel=report.TOLERANCE)
         assert ours["gradient_norm"] == pytest.approx(right["gradient_norm"], rel=report.TOLERANCE)
-    assert first["uninitialised pads"]["gradient_norm"] is None  # NaN
-    assert arms["uninitialised pads"]["steps"][1]["loss"] is None
+    assert first["pads hold NaN"]["gradient_norm"] is None  # NaN
+    assert arms["pads hold NaN"]["steps"][1]["loss"] is None
     norm = first["unpadded"]["gradient_norm"]
     assert first["pad loss kept"]["gradient_norm"] > 1.02 * norm
-    assert first["zero pads with gradient"]["gradient_norm"] > 2 * norm
+    assert first["zero pads, loss kept"]["gradient_norm"] > 2 * norm
+    assert first["labels shifted"]["gradient_norm"] > 1.02 * norm
+    share = arms["padded_sp"]["padding_share"]
+    assert first["mean over all rows"]["gradient_norm"] < (1 - share / 2) * norm
     assert first["boundaries mixed up"]["loss"] != pytest.approx(
         first["unpadded"]["loss"], rel=1e-3
     )
@@ -95,30 +124,82 @@ def test_demo_writes_figures_that_show_each_route(small_demo):
 @pytest.mark.parametrize(
     ("options", "way_out"),
     [
-        ("--steps 0", "1 step or more"),
-        ("--tokens 10", f"at least {text.MAX_TOKENS} tokens"),
+        ("--steps 0", "--steps must be an integer of at least 1"),
+        ("--warm-up -1", "--warm-up must be an integer of at least 0"),
+        ("--seed -1", "--seed must be an integer of at least 0"),
+        ("--tokens 10", f"--tokens must be an integer of at least {text.MAX_TOKENS}"),
+        ("--learning-rate -1", "--learning-rate must be a finite number above 0, got -1.0"),
+        ("--learning-rate nan", "--learning-rate must be a finite number above 0, got nan"),
         ("--text no/such/file", "no such file"),
+        ("--text .", "--text . is a directory; name the files in it"),
+        ("--output far/away/demo.png", "there is no folder far, and the demo creates one folder"),
+        ("--output demo.pdf", "--output demo.pdf: name a file that ends in .png"),
+        ("--output .", "--output .: name a file that ends in .png"),
+        ("--json far/away/demo.json", "--json far/away/demo.json: there is no folder far"),
     ],
 )
-def test_demo_refuses(options, way_out, capsys):
+def test_demo_refuses(options, way_out, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     assert main(["demo", *options.split()]) == 2
-    assert way_out in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert way_out in error
+    assert error.count("\n") == 1  # one line
+    assert not list(tmp_path.iterdir())
+
+
+def _small_demo_after(monkeypatch, launched, folder, *options: str) -> int:
+    """The demo's exit status, with ``launched`` in the place of its ranks."""
+    monkeypatch.setattr(demo_run, "launch", launched)
+    options = ("--warm-up", "0", "--tokens", "400", "--output", f"{folder}/demo.png", *options)
+    return main(["demo", *options])
 
 
 def test_demo_exits_non_zero_where_padded_sp_disagrees(monkeypatch, tmp_path, capsys):
     runs = [_run(name, [1.0] * 3) for name in ARMS]
     runs[1] = _run("padded_sp", [1.0, 1.001, 1.0])
-    monkeypatch.setattr(demo_run, "launch", lambda *args, **kwargs: [runs[:3], runs[3:]])
-    options = f"--steps 3 --warm-up 0 --tokens 400 --output {tmp_path / 'demo.png'}"
-    assert main(["demo", *options.split()]) == 1
+
+    def launched(*args, **kwargs):
+        return [runs[:3], runs[3:]]
+
+    assert _small_demo_after(monkeypatch, launched, tmp_path) == 1
     assert "step 2: loss 1.001 against 1" in capsys.readouterr().out
+
+
+def test_demo_tells_a_lost_rank_from_a_disagreement(monkeypatch, tmp_path, capsys):
+    def launched(*args, **kwargs):
+        return launch(_raise_on_rank_one, 2)
+
+    assert _small_demo_after(monkeypatch, launched, tmp_path) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: rank 1 of 2 raised:\n")
+    assert error.rstrip().endswith("ValueError: boom")
+    assert error.count("Traceback") == 1  # the rank's
+
+
+def test_demo_tells_a_failure_of_its_own_from_a_disagreement(monkeypatch, tmp_path, capsys):
+    def launched(*args, **kwargs):
+        raise ZeroDivisionError
+
+    assert _small_demo_after(monkeypatch, launched, tmp_path) == 3
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_demo_of_one_step(monkeypatch, tmp_path, capsys):
+    runs = [_run(name, [1.0]) for name in ARMS]
+    status = _small_demo_after(monkeypatch, lambda *a, **k: [runs], tmp_path, "--steps", "1")
+    assert status == 0
+    shown = capsys.readouterr().out
+    assert "1 steps" not in shown
+    assert "→" not in shown
+    for panel in report.plotted(runs).axes:
+        assert all(line.get_marker() == "o" for line in panel.lines)
 
 
 # ---- the verdict --------------------------------------------------------------------------------
 
 
 def _run(name: str, losses: list[float], norms: list[float] | None = None) -> Run:
-    steps = [Step(*pair, 0.1) for pair in zip(losses, norms or [2.0] * len(losses), strict=True)]
+    steps = [Step(*pair) for pair in zip(losses, norms or [2.0] * len(losses), strict=True)]
     return Run(ARMS[name], steps, [90] * len(steps), [100] * len(steps))
 
 
@@ -135,7 +216,7 @@ def test_equal_runs_agree():
         (_run("padded_sp", [3.0, 2.0 * (1 + 2e-4)]), "step 2: loss 2.0004 against 2"),
         (_run("padded_sp", [3.0, 2.0], [2.0, 1.9]), "step 2: gradient norm 1.9 against 2"),
         (_run("padded_sp", [3.0, math.nan]), "step 2: loss nan against 2"),
-        (_run("padded_sp", [3.0]), "1 steps against 2"),
+        (_run("padded_sp", [3.0]), "1 step against 2"),
     ],
     ids=["loss", "gradient norm", "nan", "fewer steps"],
 )
@@ -165,7 +246,7 @@ def test_plain_model_is_the_same_model(policy):
     """What the other arms show is their handling of pads, not another model."""
     weights = _weights()
     ours = _one_step(PaddedModel(CONFIG, weights, CPU), policy)
-    plain = _one_step(PlainModel(CONFIG, weights, CPU, Handling(real_spans)), policy)
+    plain = _one_step(PlainModel(CONFIG, weights, CPU, Handling()), policy)
     assert plain.loss == pytest.approx(ours.loss, rel=1e-5)
     assert plain.gradient_norm == pytest.approx(ours.gradient_norm, rel=1e-5)
 
@@ -192,6 +273,8 @@ def test_poison_is_there():
 @pytest.mark.parametrize("name", list(ARMS)[2:])
 def test_other_handling_trains_otherwise(name):
     weights = _weights()
+    for part in ("query", "key"):
+        weights[f"blocks.0.qkv.{part}_weight"] *= 20  # so that positions matter
     right = _one_step(model_of(ARMS["unpadded"], CONFIG, weights, CPU, None), AlignPolicy())
     wrong = _one_step(model_of(ARMS[name], CONFIG, weights, CPU, None), PADDED)
     assert wrong.gradient_norm != pytest.approx(right.gradient_norm, rel=1e-3)
@@ -218,6 +301,48 @@ def test_spans():
     assert mixed_spans(meta) == [(0, 11), (11, 8), (19, 11), (30, 2)]
 
 
+def test_labels():
+    """Three rows of a real sequence and one pad, twice, as others label them."""
+    begin, a, end = text.BEGIN, ord("a"), text.END
+    batch = Batch.of([[begin, a, end]] * 2, AlignPolicy(sequence_multiple=4), CPU)
+    none, pad = -100, text.PAD
+    assert own_labels(batch).tolist() == [a, end, none, none] * 2
+    assert labels_with_pads(batch).tolist() == [a, end, pad, pad] * 2
+    assert labels_without_end(batch).tolist() == [a, none, none, none] * 2
+    shifted = [a, end, none, a, end, none, none, none]
+    assert labels_of_unpadded_rows(batch).tolist() == shifted
+
+
+# ---- how fast -----------------------------------------------------------------------------------
+
+
+class _OneRank:
+    index, group, device = 0, None, CPU
+    waited = 0
+
+    def wait_for_all(self) -> None:
+        self.waited += 1
+
+
+def test_speed_is_of_clean_steps(monkeypatch):
+    """A clock that gains a second a step makes the rate the pack's tokens; no poison in the way."""
+    seconds = itertools.count()
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(PaddedModel, "_poison", None)  # not callable
+    rank = _OneRank()
+    arm = dataclasses.replace(ARMS["padded_sp"], num_ranks=1)
+    rate = speed.tokens_per_second(arm, CONFIG, _weights(), [PACK], rank)
+    assert rate == sum(map(len, PACK))
+    assert rank.waited == 2  # before and after
+
+
+def test_ranks_that_an_arm_does_not_need_wait():
+    rank = _OneRank()
+    rank.index = 1
+    assert speed.tokens_per_second(ARMS["unpadded"], CONFIG, {}, [PACK], rank) is None
+    assert rank.waited == 2
+
+
 # ---- its ranks ----------------------------------------------------------------------------------
 
 
@@ -242,16 +367,9 @@ def test_launch_brings_news_and_values():
     assert sorted(news) == ["hello from 0", "hello from 1"]
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (_raise_on_rank_one, "rank 1 of 2 raised:\n(.|\n)*ValueError: boom"),
-        (_end_on_rank_one, "ended without a word, exit code 7"),
-    ],
-)
-def test_launch_reports_a_lost_rank(body, reason):
-    with pytest.raises(RuntimeError, match=reason):
-        launch(body, 2)
+def test_launch_reports_a_lost_rank():
+    with pytest.raises(RankFailure, match="ended without a word, exit code 7"):
+        launch(_end_on_rank_one, 2)
 
 
 # ---- its text -----------------------------------------------------------------------------------
@@ -340,13 +458,30 @@ def test_plan(capsys):
         for words in map(str.split, capsys.readouterr().out.splitlines())
         if words
     }
-    assert lines["padded_sp"] == ["512", "256", "2.3%", "100", "150", "120", "142"]
+    assert lines["padded_sp"] == ["512", "256", "2.3%", "yes", "100", "150", "120", "142"]
     assert lines["verl"][0] == "768"
 
 
 def test_plan_refuses(capsys):
     assert main(["plan", "100", "--tp-size", "0"]) == 2
     assert "tp_size" in capsys.readouterr().err
+
+
+def test_a_slip_gets_the_options_of_its_own_subcommand(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", "100", "--tp", "2"])
+    assert exit_.value.code == 2
+    shown = capsys.readouterr()
+    shown = shown.out + shown.err
+    assert "--tp-size INT" in shown
+    assert "python -m padded_sp plan --help" in shown
+    assert "--output" not in shown  # the demo's
+    assert "in python" not in shown
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"padded_sp {padded_sp.__version__}\n"
 
 
 def test_doctor(capsys):

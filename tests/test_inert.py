@@ -116,3 +116,16 @@ def test_gradient_stays_inert_when_the_caller_goes_on_in_place(name):
             assert torch.isfinite(clean).all(), layer_name
             for other in poisoned:
                 assert torch.equal(clean, other), layer_name
+
+
+def test_one_tensor_as_query_and_key_of_other_lengths():
+    # Rows 5..8 are real queries and pad keys: zeroing the keys in place would zero the queries.
+    queries, keys = (
+        PaddedSeqMeta.from_seq_lens(lengths, padded_lens=[8, 8]) for lengths in ([8, 8], [4, 4])
+    )
+    attention = DotProductAttention(2, 4, mask="full")
+    h = torch.randn(16, 2, 4, requires_grad=True) * 1
+    expected = attention(h.clone(), h.clone(), h.clone(), queries, keys)
+    before = h.detach().clone()
+    assert torch.equal(attention(h, h, h, queries, keys), expected)
+    assert torch.equal(h, before)

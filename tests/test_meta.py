@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,42 @@ def test_both_ways_of_building_agree(layout):
 def test_lengths_may_be_any_integers_on_the_host(make):
     meta = packed(make([3, 0, 2]), make([4, 1, 3]))
     assert_is(meta, [3, 0, 2], [4, 1, 3])
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, np.int32, torch.tensor])
+def test_sizes_may_be_any_integers(integer):
+    policy = AlignPolicy(
+        tp_size=integer(2), cp_size=integer(2), bucket=np.int64(64), num_sequences=integer(4)
+    )
+    assert policy == AlignPolicy(tp_size=2, cp_size=2, bucket=64, num_sequences=4)
+    meta = packed([3], [4], tp_size=integer(2), cp_size=integer(2), num_rows=integer(8))
+    assert_is(meta, [3, 0], [4, 4])
+    capacity = meta.with_capacity(integer(4), integer(200), integer(100))
+    for size in (
+        *(policy.tp_size, policy.cp_size, policy.bucket, policy.num_sequences),
+        *(meta.tp_size, meta.cp_size, *meta.padded_lens),
+        *(capacity.num_rows, capacity.max_seq_len),
+    ):
+        assert type(size) is int
+
+
+@pytest.mark.parametrize("wrong", [2.0, True, "2", None])
+def test_sizes_are_integers(wrong):
+    with pytest.raises(ValueError, match="tp_size must be an integer of at least 1, got"):
+        AlignPolicy(tp_size=wrong)
+    with pytest.raises(ValueError, match="num_rows must be an integer of at least 0, got"):
+        packed([3], [4]).with_capacity(2, wrong, 4)
+
+
+def test_tensors_of_lengths_are_read_once(monkeypatch):
+    reads, tolist = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda t: reads.append(t) or tolist(t))
+    seq_lens, padded_lens = torch.tensor([3, 5]), torch.tensor([4, 8])
+    PaddedSeqMeta.from_seq_lens(seq_lens, AlignPolicy(), padded_lens=padded_lens)
+    assert [id(t) for t in reads] == [id(seq_lens), id(padded_lens)]
+    reads.clear()
+    PaddedSeqMeta.from_seq_lens(seq_lens, AlignPolicy("mxfp8"))
+    assert [id(t) for t in reads] == [id(seq_lens)]
 
 
 def test_a_pack_without_any_real_token_is_legal():
@@ -218,6 +255,17 @@ def test_to_the_same_device_is_itself():
     meta = packed([3], [4])
     assert meta.to("cpu") is meta
     assert meta.to(torch.device("cpu")) is meta
+
+
+@pytest.mark.parametrize(("here", "current", "stays"), [(1, 0, False), (1, 1, True), (0, 0, True)])
+def test_cuda_without_an_index_is_the_current_device(monkeypatch, here, current, stays):
+    meta, built = packed([3], [4]), []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(PaddedSeqMeta, "device", torch.device("cuda", here))
+    monkeypatch.setattr(PaddedSeqMeta, "_build", lambda *args: built.append(args[-1]))
+    assert (meta.to("cuda") is meta) == stays
+    assert built == ([] if stays else ["cuda"])
+    assert meta.to(torch.device("cuda", here)) is meta
 
 
 def test_more_rows_append_an_empty_sequence():
@@ -378,6 +426,7 @@ def test_illegal_boundaries_raise(real, padded, kwargs, message):
         ),
         ([3], {"num_rows": 5, "tp_size": 2}, "5 rows do not divide over 2 ranks"),
         ([2**30, 2**30], {"padded_lens": [2**30, 2**30]}, "do not fit into int32"),
+        ([3], {"policy": "fp8_delayed"}, "policy must be an AlignPolicy"),
         ([3], {"policy": AlignPolicy(tp_size=2), "tp_size": 4}, "tp_size=4 contradicts"),
         ([3], {"policy": AlignPolicy(cp_size=2), "cp_size": 1}, "cp_size=1 contradicts"),
         ([3], {"policy": AlignPolicy("mxfp8"), "padded_lens": [16]}, "no multiple of 32"),
@@ -412,3 +461,17 @@ def test_wrong_shards_raise():
         meta.shard(torch.empty(6), 0)
     with pytest.raises(ValueError, match="12 rows do not divide over 5 ranks"):
         meta.shard(torch.empty(12), 0, tp_size=5)
+
+
+def test_an_unpickled_capacity_is_refilled_too():
+    meta = PaddedSeqMeta.from_seq_lens([5, 3], padded_lens=[8, 8])
+    capacity = pickle.loads(pickle.dumps(meta.with_capacity(4, 32, 32)))
+    capacity.copy_(PaddedSeqMeta.from_seq_lens([7, 9], padded_lens=[8, 16]))
+    assert capacity.cu_seqlens.tolist() == [0, 7, 16, 16, 16]
+    assert capacity.cu_seqlens_padded.tolist() == [0, 8, 24, 32, 32]
+
+
+def test_a_capacity_is_for_one_cp_size():
+    capacity = PaddedSeqMeta.from_seq_lens([4], cp_size=2).with_capacity(4, 32, 32)
+    with pytest.raises(ValueError, match="cp_size=1 does not fit a capacity for cp_size=2"):
+        capacity.copy_(PaddedSeqMeta.from_seq_lens([4]))

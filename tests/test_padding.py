@@ -514,3 +514,23 @@ def test_import_leaves_triton_and_cuda_alone() -> None:
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(1, 4).expand(16, 4), torch.zeros(100).as_strided((16, 4), (1, 1))],
+    ids=["expanded", "overlapping"],
+)
+def test_zero_padding_in_place_refuses_rows_that_share_memory(x):
+    with pytest.raises(ValueError, match="elements that share memory"):
+        zero_padding_(x, PaddedSeqMeta.from_seq_lens([5, 3], padded_lens=[8, 8]))
+
+
+def test_compiled_unpad_serves_packs_of_other_sizes():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(unpad, fullgraph=True, backend=counter)
+    for n in range(1, 12):
+        meta = PaddedSeqMeta.from_seq_lens([n] + [1] * (n % 3), num_rows=16)
+        x = torch.randn(16, 3)
+        assert torch.equal(compiled(x, meta), unpad(x, meta))
+    assert counter.frame_count <= 3

@@ -197,14 +197,18 @@ def _attend(
     q [1, n, heads, D], k and v [1, m, heads, D] -> [1, n, heads, D].
     """
     n, m = q.shape[1], k.shape[1]
-    causal = window == (-1, 0) and n == m
+    is_causal, visible = False, None
+    if window == (-1, 0) and n == m:  # a branch, so that torch.compile decides it
+        is_causal = True
+    elif window != (-1, -1):
+        visible = _visible(n, m, window, q)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        None if causal or window == (-1, -1) else _visible(n, m, window, q),
+        visible,
         dropout_p=dropout,
-        is_causal=causal,
+        is_causal=is_causal,
         scale=scale,
     )
     return out.transpose(1, 2)

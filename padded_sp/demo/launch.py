@@ -20,6 +20,10 @@ from torch.distributed import ProcessGroup
 _TIMEOUT = datetime.timedelta(seconds=120)
 
 
+class RankFailure(RuntimeError):
+    """A rank raised, or ended without a word; the message holds what it left behind."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """What a body knows of the process that it runs in.
@@ -35,6 +39,10 @@ class Rank:
     group: ProcessGroup
     device: torch.device
     tell: Callable[[Any], None]
+
+    def wait_for_all(self) -> None:
+        """Returns once every rank has called it."""
+        dist.barrier(self.group)
 
 
 def backend_for(num_ranks: int) -> str:
@@ -63,7 +71,7 @@ def launch(
         body: a module-level function, ``args`` picklable.
         on_news: called here with each object that a rank tells.
 
-    Raises: RuntimeError: a rank raised (with its traceback), or ended without a word.
+    Raises: RankFailure: a rank raised, or ended without a word.
     """
     context = mp.get_context("spawn")
     mailbox = context.Queue()
@@ -123,7 +131,7 @@ def _collect(processes: list[Any], mailbox: Any, on_news: Callable[[Any], None])
             ended = [p for i, p in enumerate(processes) if i not in values and not p.is_alive()]
             if ended and mailbox.empty():
                 codes = ", ".join(str(p.exitcode) for p in ended)
-                raise RuntimeError(f"a rank ended without a word, exit code {codes}") from None
+                raise RankFailure(f"a rank ended without a word, exit code {codes}") from None
             continue
         if kind == "news":
             on_news(content)
@@ -131,7 +139,7 @@ def _collect(processes: list[Any], mailbox: Any, on_news: Callable[[Any], None])
             values[index] = content
         else:
             _kill(processes)
-            raise RuntimeError(f"rank {index} of {len(processes)} raised:\n{content}")
+            raise RankFailure(f"rank {index} of {len(processes)} raised:\n{content}")
     return [values[index] for index in range(len(processes))]
 
 

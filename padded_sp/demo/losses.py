@@ -128,11 +128,12 @@ class PlainModel(nn.Module):
             weights,
             self.config,
             batch.ids,
-            self.handling.spans(batch.meta),
-            self.handling.unwritten,
+            attended=self.handling.attended(batch.meta),
+            positions=self.handling.positions(batch.meta),
+            unwritten=self.handling.unwritten,
         )
         real = F.cross_entropy(logits, batch.labels)
-        if not self.handling.keeps_pad_loss:
-            return Losses(real, real)
-        labels = batch.labels.masked_fill(batch.labels == -100, PAD)
-        return Losses(F.cross_entropy(logits, labels), real)
+        labels = self.handling.labels(batch)
+        count = batch.meta.num_rows if self.handling.over_all_rows else labels.ne(-100).sum()
+        trained = F.cross_entropy(logits, labels, reduction="sum")
+        return Losses(trained / count, real)

@@ -21,18 +21,20 @@ def plain_logits(
     weights: dict[str, Tensor],
     config: LlamaConfig,
     ids: Tensor,
-    spans: Spans,
+    *,
+    attended: Spans,
+    positions: Spans,
     unwritten: float,
 ) -> Tensor:
     """ids [T] -> logits [T, vocab_size], by the whole model's weights.
 
     Args:
         weights: ``Llama(config, None, device).state_dict()``.
-        spans: first row and number of rows of each sequence, ascending, for attention and
-            positions. A row in none of them has position 0.
-        unwritten: what attention leaves in the rows that lie in no span.
+        attended: first row and number of rows of each sequence, ascending, for attention.
+        positions: the same for RoPE. A row in none of them has position 0.
+        unwritten: what attention leaves in the rows that it takes for no sequence's.
     """
-    cos, sin = _rows_of_tables(config, spans, ids)
+    cos, sin = _rows_of_tables(config, positions, ids)
     x = F.embedding(ids, weights["embedding.weight"])
     for i in range(config.num_layers):
         block = {k.removeprefix(f"blocks.{i}."): w for k, w in weights.items()}
@@ -41,8 +43,8 @@ def plain_logits(
             F.linear(normed, block[f"qkv.{part}_weight"]).unflatten(1, (-1, config.head_dim))
             for part in config.qkv_features
         )
-        attended = _attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, spans, unwritten)
-        x = x + F.linear(attended, block["projection.weight"])
+        mixed = _attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, attended, unwritten)
+        x = x + F.linear(mixed, block["projection.weight"])
         normed = _rms_norm(x, block["gate_up.layer_norm_weight"], config)
         gate, up = (F.linear(normed, block[f"gate_up.{part}_weight"]) for part in ("gate", "up"))
         x = x + F.linear(F.silu(gate) * up, block["down.weight"])

@@ -19,14 +19,39 @@ from rich.text import Text
 from padded_sp.demo.train import Run, Step
 
 #: Unpadded and padded_sp must agree to this, relatively, at every step: losses and gradient norms
-#: in float32. Sums in another order differ by about 1e-7, and training carries that along.
+#: in float32 (float64 on GPUs). Sums in another order differ by about 1e-7; training carries it on.
 TOLERANCE = 1e-4
 
 _HEADINGS = ("", "ranks", "pads", "loss", "ppl", "grad norm", "tok/s")
 _NOTE = (
     "Loss and perplexity (ppl) are of the real tokens, the gradient is of the loss"
-    "\nthat is trained on; tok/s counts real tokens; a CPU rank has one core."
+    "\nthat is trained on. tok/s: real tokens per second of the two arms that are"
+    "\ncompared, each timed alone and without NaN; a CPU rank has one core and gloo."
 )
+
+
+def steps_in_words(count: int) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def make_way(option: str, path: Path, suffix: str) -> None:
+    """Sees to it, before anything is computed, that ``path`` can be written.
+
+    Creates its folder if that alone is missing: a longer path is more likely a slip.
+
+    Raises: ValueError: the folder's own folder is missing too; ``path`` is a directory, or has not
+        this ``suffix``. OSError: the folder cannot be created.
+    """
+    if path.is_dir() or path.suffix.lower() != suffix:
+        raise ValueError(f"{option} {path}: name a file that ends in {suffix}")
+    folder = path.parent
+    if not folder.parent.is_dir():
+        raise ValueError(
+            f"{option} {path}: there is no folder {folder.parent}, and the demo creates one "
+            f"folder at most"
+        )
+    folder.mkdir(exist_ok=True)
 
 
 def disagreements(expected: Run, got: Run, tolerance: float = TOLERANCE) -> list[str]:
@@ -36,7 +61,7 @@ def disagreements(expected: Run, got: Run, tolerance: float = TOLERANCE) -> list
     """
     lines = []
     if len(expected.steps) != len(got.steps):
-        lines.append(f"{len(got.steps)} steps against {len(expected.steps)}")
+        lines.append(f"{steps_in_words(len(got.steps))} against {len(expected.steps)}")
     for i, (right, left) in enumerate(zip(expected.steps, got.steps, strict=False), start=1):
         for figure in ("loss", "gradient_norm"):
             want, have = getattr(right, figure), getattr(left, figure)
@@ -53,8 +78,8 @@ def verdict(unpadded: Run, ours: Run) -> tuple[str, int]:
     if not differences:
         return (
             f"[bold green]{name} took the steps of the unpadded run:[/] loss and gradient norm "
-            f"of all {len(ours.steps)} agree to {largest_difference(unpadded, ours):.1e} "
-            f"(allowed: {TOLERANCE:g})"
+            f"of {steps_in_words(len(ours.steps))} agree to "
+            f"{largest_difference(unpadded, ours):.1e} (allowed: {TOLERANCE:g})"
         ), 0
     lines = [f"[bold red]{name} did not take the steps of the unpadded run[/]"]
     lines += [f"  {line} (relative tolerance {TOLERANCE:g})" for line in differences[:10]]
@@ -77,7 +102,7 @@ def table(runs: Sequence[Run]) -> Group:
     Figures that are not those of the first run are red.
     """
     figures = Table(
-        title=f"The same {len(runs[0].steps)} steps, first → last (both of the same text)",
+        title=_title(len(runs[0].steps)),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         show_edge=False,
@@ -98,10 +123,16 @@ def table(runs: Sequence[Run]) -> Group:
             _ends(run, runs[0], lambda step: step.loss, "{:.3f}".format),
             _ends(run, runs[0], lambda step: _perplexity(step.loss), _three_digits),
             _ends(run, runs[0], lambda step: step.gradient_norm, _three_digits),
-            f"{run.tokens_per_second:,.0f}",
+            "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
         )
         legend.add_row(name, run.arm.what)
     return Group(figures, legend, Text(_NOTE, style="dim"))
+
+
+def _title(num_steps: int) -> str:
+    if num_steps == 1:
+        return "The same step"
+    return f"The same {num_steps} steps, first → last (both of the same text)"
 
 
 def _ends(
@@ -109,7 +140,7 @@ def _ends(
 ) -> Text:
     """A figure of the first and of the last step, each red unless it is the ``right`` run's."""
     cells = []
-    for i in (0, -1):
+    for i in (0, -1) if len(run.steps) > 1 else (0,):
         have, want = figure(run.steps[i]), figure(right.steps[i])
         cells.append(Text(form(have), style="" if _agree(have, want, TOLERANCE) else "red"))
     return Text("→").join(cells)
@@ -131,7 +162,12 @@ def _three_digits(value: float) -> str:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Writes loss and gradient norm by step, a line each run, as a PNG."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    plotted(runs).savefig(path, dpi=130)
+
+
+def plotted(runs: Sequence[Run]) -> Figure:
+    """What ``plot`` writes."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2)
     for panel, name, label in zip(
@@ -146,8 +182,10 @@ def plot(runs: Sequence[Run], path: Path) -> None:
             style: dict[str, Any] = {"color": f"C{i}", "linewidth": 1.4}
             if i == 0:
                 style = {"color": "0.75", "linewidth": 6, "solid_capstyle": "round"}
-            if not all(map(math.isfinite, values)):
-                style["marker"] = "x"  # what comes before NaN may be a single point
+            if run.arm.num_ranks > 1:
+                style["zorder"] = 3  # above all that it may agree with
+            if sum(map(math.isfinite, values)) == 1:  # a point draws no line
+                style |= {"marker": "o", "markersize": 14 if i == 0 else 6}
             steps = range(1, len(values) + 1)
             panel.plot(steps, values, label=_legend(run, values), **style)
         panel.set(xlabel="step", title=label)
@@ -156,8 +194,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     panels[1].set_yscale("log")
     handles, labels = panels[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 def _legend(run: Run, values: list[float]) -> str:
@@ -185,5 +222,4 @@ def write_json(
         for run in runs
     ]
     content = {"settings": settings, "versions": versions, "tolerance": TOLERANCE, "arms": arms}
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import padded_sp
 from padded_sp.alignment import AlignPolicy, Recipe
+from padded_sp.boundaries import check_size
 from padded_sp.demo import report
 from padded_sp.demo.arms import Arm, all_arms
 from padded_sp.demo.batch import Batch, Pack
@@ -20,7 +23,8 @@ from padded_sp.demo.launch import Rank, backend_for, launch
 from padded_sp.demo.losses import PaddedModel, model_of
 from padded_sp.demo.model import Llama, LlamaConfig
 from padded_sp.demo.progress import Progress, StepDone
-from padded_sp.demo.text import VOCAB_SIZE, token_packs
+from padded_sp.demo.speed import tokens_per_second
+from padded_sp.demo.text import MAX_TOKENS, VOCAB_SIZE, token_packs
 from padded_sp.demo.train import Run, Step, train
 
 NUM_RANKS = 2
@@ -39,9 +43,12 @@ class Settings:
         warm_up: steps without padding before that, to start the arms from a trained model.
         tokens: at most so many real tokens a step.
         text: files to train on; none: Python's standard library.
-        recipe: whose alignment every sequence gets. The arithmetic is float32 in any case.
+        recipe: whose alignment every sequence gets. The arithmetic is float32 in any case
+            (float64 on GPUs).
         learning_rate: of the arms' AdamW.
         seed: of the weights and of the order of the text.
+
+    Raises: ValueError: what cannot be run, before anything has.
     """
 
     steps: int = 40
@@ -52,6 +59,16 @@ class Settings:
     learning_rate: float = 1e-3
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_size(self.steps, "--steps")
+        check_size(self.warm_up, "--warm-up", least=0)
+        check_size(self.tokens, "--tokens", least=MAX_TOKENS)
+        check_size(self.seed, "--seed", least=0)
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"--learning-rate must be a finite number above 0, got {self.learning_rate}"
+            )
+
 
 def run(settings: Settings, output: Path, figures: Path | None, console: Console) -> int:
     """Trains every arm, prints the table, writes the plot, and says whether padded_sp agrees.
@@ -60,14 +77,9 @@ def run(settings: Settings, output: Path, figures: Path | None, console: Console
         output: of the plot, a PNG.
         figures: of a JSON file with every step; None: none.
 
-    Returns: an exit status, 0 if padded_sp's steps were the unpadded ones.
-    Raises: ValueError: settings that cannot be run. RuntimeError: a rank failed.
+    Returns: an exit status, 0 if padded_sp's steps were the unpadded ones, else 1.
+    Raises: ValueError: settings that cannot be run. RankFailure: a rank failed.
     """
-    if settings.steps < 1 or settings.warm_up < 0:
-        raise ValueError(
-            f"the demo takes 1 step or more, and a warm-up of 0 or more; got {settings.steps} "
-            f"and {settings.warm_up}"
-        )
     packs = token_packs(
         settings.text or None,
         num_packs=settings.warm_up + settings.steps,
@@ -76,6 +88,9 @@ def run(settings: Settings, output: Path, figures: Path | None, console: Console
     )
     warm_up, packs = packs[: settings.warm_up], packs[settings.warm_up :]
     packs[-1] = packs[0]  # so that the last step shows what the steps between have taught
+    report.make_way("--output", output, ".png")
+    if figures is not None:
+        report.make_way("--json", figures, ".json")
     arms = all_arms(AlignPolicy(settings.recipe, tp_size=NUM_RANKS, placement="each_sequence"))
 
     console.print(_introduction(packs, settings))
@@ -113,7 +128,7 @@ def _introduction(packs: Sequence[Pack], settings: Settings) -> str:
     backend = backend_for(NUM_RANKS)
     where = "GPUs" if backend == "nccl" else "CPU"
     return (
-        f"{sum(map(len, packs))} sequences ({source}) in {len(packs)} steps, "
+        f"{sum(map(len, packs))} sequences ({source}) in {report.steps_in_words(len(packs))}, "
         f"{NUM_RANKS} ranks on {where} ({backend})"
     )
 
@@ -125,13 +140,25 @@ def _train_from_scratch(
     torch.manual_seed(seed)
     cpu = torch.device("cpu")
     model = PaddedModel(CONFIG, Llama(CONFIG, None, cpu).state_dict(), cpu)
-    train(
-        model,
-        [Batch.of(pack, AlignPolicy(), cpu) for pack in packs],
-        learning_rate=_WARM_UP_LEARNING_RATE,
-        on_step=lambda step: show(StepDone.of(_WARM_UP, step)),
-    )
+    with _one_thread():
+        train(
+            model,
+            [Batch.of(pack, AlignPolicy(), cpu) for pack in packs],
+            learning_rate=_WARM_UP_LEARNING_RATE,
+            on_step=lambda step: show(StepDone.of(_WARM_UP, step)),
+        )
     return model.llama.state_dict()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As the ranks have it: at this size, threads wait for each other more than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train_share(
@@ -141,8 +168,18 @@ def _train_share(
     packs: Sequence[Pack],
     settings: Settings,
 ) -> list[Run]:
-    """The arms of all ranks together first, then each rank its share of those of one rank."""
-    torch.backends.cuda.matmul.allow_tf32 = False  # arms are compared in float32
+    """The arms of all ranks together first, then each rank its share of those of one rank.
+
+    Speeds are measured before that, while no arm runs beside another.
+    """
+    speeds = {
+        arm.name: tokens_per_second(arm, CONFIG, weights, packs, rank)
+        for arm in arms
+        if arm.handling is None
+    }
+    if rank.device.type == "cuda":
+        # In float32, atomics and TF32 make two equal runs differ, and AdamW carries that along.
+        torch.set_default_dtype(torch.float64)
     together = [arm for arm in arms if arm.num_ranks > 1]
     alone = [arm for arm in arms if arm.num_ranks == 1][rank.index :: NUM_RANKS]
     runs = []
@@ -162,7 +199,7 @@ def _train_share(
             on_step=tell,
         )
         tokens, rows = zip(*((b.meta.num_tokens, b.meta.num_rows) for b in batches), strict=True)
-        runs.append(Run(arm, steps, list(tokens), list(rows)))
+        runs.append(Run(arm, steps, list(tokens), list(rows), speeds.get(arm.name)))
     return runs
 
 

@@ -72,6 +72,8 @@ def split_files(paths: Sequence[Path]) -> list[bytes]:
     """
     pieces: list[bytes] = []
     for path in paths:
+        if path.is_dir():
+            raise ValueError(f"--text {path} is a directory; name the files in it")
         if not path.is_file():
             raise ValueError(f"--text {path}: there is no such file")
         split = python_functions if path.suffix == ".py" else paragraphs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import pickle
 from typing import Any, NamedTuple
 
 import pytest
@@ -179,14 +181,16 @@ sequence = st.tuples(
 @given(
     lengths=st.lists(sequence, min_size=1, max_size=12),
     cross=st.booleans(),
-    mask=st.sampled_from(["causal", "full"]),
-    window=st.sampled_from([None, (2, 1), (-1, 3), (4, -1)]),
+    sees=st.sampled_from(
+        [("causal", window) for window in (None, (2, 0), (4, -1))]
+        + [("full", window) for window in (None, (2, 1), (-1, 3), (4, -1))]
+    ),
 )
-def test_any_lengths(lengths, cross, mask, window):
+def test_any_lengths(lengths, cross, sees):
     n, n_pads, m, m_pads = ([row[i] for row in lengths] for i in range(4))
     kv_lens = (m, [a + b for a, b in zip(m, m_pads, strict=True)]) if cross else None
     padded = [a + b for a, b in zip(n, n_pads, strict=True)]
-    case = Case(n, padded, kv_lens, (4, 2), (8, 8), mask, window)
+    case = Case(n, padded, kv_lens, (4, 2), (8, 8), *sees)
     q, k, v, grad = case.tensors(torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = case.layer()(*leaves, *case.metas())
@@ -481,6 +485,14 @@ def test_full_name_of_the_causal_mask():
         ({"head_dim": 0}, "must be positive"),
         ({"mask": "padding_causal"}, "mask must be one of causal, .* got 'padding_causal'"),
         ({"window": (-2, 0)}, r"window must be .* got \(-2, 0\)"),
+        ({"window": 5}, "window must be two integers .* got 5"),
+        ({"window": (5,)}, r"window must be two integers .* got \(5,\)"),
+        ({"window": (5, 0, 0)}, "window must be two integers"),
+        ({"window": (5.0, 0)}, "window must be two integers"),
+        ({"window": (True, 0)}, "window must be two integers"),
+        ({"window": "ab"}, "window must be two integers .* got 'ab'"),
+        ({"window": (3, 5)}, r"window=\(3, 5\) would see .*'causal' hides: give \(3, 0\)"),
+        ({"window": (3, 5), "mask": "causal_bottom_right"}, "behind the query"),
         ({"dropout": 1.0}, "below 1, got 1.0"),
         ({"backend": "flash4"}, r"no backend 'flash4'; choose one of \['torch'\]"),
         ({"softmax_type": "learnable"}, "attention sinks, which .* does not support"),
@@ -543,3 +555,32 @@ def group_comes_later(group):
 
 def test_group_after_construction(ranks):
     ranks.run(group_comes_later)
+
+
+@pytest.mark.parametrize(
+    ("mask", "given", "right"),
+    [
+        ("causal", (3, 0), (3, 0)),
+        ("causal", [3, -1], (3, 0)),
+        ("causal", None, (-1, 0)),
+        ("full", (3, 5), (3, 5)),
+    ],
+)
+def test_windows_that_a_mask_takes(mask, given, right):
+    assert DotProductAttention(4, 8, mask=mask, window=given).window == right
+
+
+def copies_need_no_group(group):
+    case = CASES["te-docs-thd"]
+    device, size, rank = device_of(group), group_size(group), group_rank(group)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layer, (meta, _) = case.layer(tp_group=group), case.metas(device)
+    q, k, v, _ = case.tensors(dtype, device, size, rank)
+    model = torch.nn.Sequential(layer)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin[0].tp_size == size
+        assert torch.equal(twin[0](q, k, v, meta), layer(q, k, v, meta))
+
+
+def test_copies(ranks):
+    ranks.run(copies_need_no_group)

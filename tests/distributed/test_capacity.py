@@ -142,3 +142,22 @@ def host_counts_raise(group):
 
 def test_stale_host_counts_raise(ranks):
     ranks.run(host_counts_raise)
+
+
+def plain_meta_under_capture_raises(group):
+    device = device_of(group)
+    if device.type != "cuda":
+        return
+    meta = PaddedSeqMeta.from_seq_lens([5, 3], padded_lens=[8, 8], device=device)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ValueError, match="with_capacity"), torch.cuda.graph(graph):
+        _ = meta.padding_mask
+    torch.cuda.synchronize()
+    assert int(meta.padding_mask.sum()) == 8  # derived now, and not what a capture left behind
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        _ = meta.padding_mask.sum()  # there already: nothing is derived
+
+
+def test_plain_meta_under_capture_raises(ranks):
+    """A plain meta must not keep what a capture only recorded. Nothing to capture without CUDA."""
+    ranks.run(plain_meta_under_capture_raises)

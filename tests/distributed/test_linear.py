@@ -2,17 +2,21 @@
 
 import copy
 import functools
+import io
+import itertools
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from rank_helpers import comm_counts, device_of
+from rank_helpers import comm_counts, device_of, drawn, part
 from torch.distributed.tensor.debug import CommDebugMode
 
 from padded_sp import AlignPolicy, PaddedSeqMeta, seq_meta
+from padded_sp.alignment import RECIPES
 from padded_sp.backends import reference
 from padded_sp.gradients import reduce_replicated_gradients
 from padded_sp.linear import (
@@ -37,11 +41,6 @@ def meta_of(group, layout="padded"):
     )
 
 
-def drawn(group, *shape, seed=1, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(device_of(group), dtype)
-
-
 def build(kind, group, *, seed=3, **arguments):
     """The layer on this rank, and the same on one rank, with a bias that is not zero."""
     layers = []
@@ -59,10 +58,6 @@ def build(kind, group, *, seed=3, **arguments):
     return layer, whole
 
 
-def part(tensor, group, dim=0):
-    return tensor.chunk(group.size(), dim)[group.rank()]
-
-
 def assert_sums_equal(actual, expected, group):
     """A sum over two ranks has one order; over more, the transport chooses it.
 
@@ -78,6 +73,18 @@ def assert_sums_equal(actual, expected, group):
 
 
 # --- Against the reference -----------------------------------------------------------------------
+
+
+def column_counts(size, sequence_parallel):
+    """The collectives of a column-parallel linear, forward and backward."""
+    if size == 1:
+        return {}, {}
+    if sequence_parallel:
+        return (
+            {"all_gather_into_tensor": 1},
+            {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
+        )
+    return {}, {"all_reduce": 1}
 
 
 def column_matches(group, meta, dtype, bias, sequence_parallel, middle=()):
@@ -113,16 +120,7 @@ def column_matches(group, meta, dtype, bias, sequence_parallel, middle=()):
         assert torch.equal(layer.bias.grad, part(whole.bias.grad, group))
     grad_x = part(x_full.grad, group) if sequence_parallel else x_full.grad
     assert_sums_equal(x.grad, grad_x, group)
-    if size == 1:
-        expected_counts = {}, {}
-    elif sequence_parallel:
-        expected_counts = (
-            {"all_gather_into_tensor": 1},
-            {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
-        )
-    else:
-        expected_counts = {}, {"all_reduce": 1}
-    assert (comm_counts(forward), comm_counts(backward)) == expected_counts
+    assert (comm_counts(forward), comm_counts(backward)) == column_counts(size, sequence_parallel)
 
 
 def row_matches(group, meta, dtype, bias, sequence_parallel, middle=()):
@@ -204,19 +202,28 @@ def planned_pack_matches(group, seq_lens, policy):
     row_matches(group, meta, torch.float32, True, True)
 
 
+def policy_of(recipe, placement, **sizes):
+    return {"recipe": recipe, "placement": placement, **sizes}
+
+
 @settings(
-    max_examples=8,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@example([5, 38], policy_of("fp8_blockwise", "tail", fp8_wire=True))
+@example([5, 38], policy_of("fp8_blockwise", "own_entry", fp8_wire=False, cp_size=2))
+@example([33], policy_of("mxfp8", "each_sequence", cp_size=2))
 @given(
     seq_lens=st.lists(st.sampled_from([0, 1, 2, 7, 33]), min_size=1, max_size=6),
     policy=st.fixed_dictionaries(
         {
-            "recipe": st.sampled_from(["bf16", "fp8_current", "mxfp8"]),
+            "recipe": st.sampled_from(list(RECIPES)),
             "placement": st.sampled_from(["tail", "own_entry", "each_sequence"]),
+            "fp8_wire": st.booleans(),
+            "cp_size": st.sampled_from([1, 2]),
         }
     ),
 )
@@ -228,38 +235,55 @@ def test_thousand_sequences(ranks):
     ranks.run(planned_pack_matches, seq_lens=[i % 3 for i in range(1000)], policy={})
 
 
-def norm_column_matches(group, normalization):
+def norm_column_matches(group, normalization, sequence_parallel, return_bias, return_normed):
     size, meta = group.size(), meta_of(group)
     layer, whole = build(
         LayerNormColumnParallelLinear,
         group,
         normalization=normalization,
-        return_layernorm_output=True,
-        return_bias=True,
+        sequence_parallel=sequence_parallel,
+        return_layernorm_output=return_normed,
+        return_bias=return_bias,
     )
+    shards = size if sequence_parallel else 1
+    mine = group.rank() if sequence_parallel else 0
     x_full = drawn(group, T, K).requires_grad_()
-    x = part(x_full, group).detach().clone().requires_grad_()
+    x = x_full.chunk(shards)[mine].detach().clone().requires_grad_()
     grad_y, grad_normed = drawn(group, T, O, seed=2), drawn(group, T, K, seed=3)
-    y, bias, normed = layer(x, meta)
-    assert torch.equal(bias, layer.bias)
-    torch.autograd.backward(
-        [y, normed], [part(grad_y, group, -1).clone(), part(grad_normed, group).clone()]
-    )
+
+    with CommDebugMode() as forward:
+        returned = layer(x, meta)
+    outputs = list(returned) if return_bias or return_normed else [returned]
+    if return_bias:
+        assert torch.equal(outputs.pop(1), layer.bias)
+    incoming = [part(grad_y, group, -1).clone(), grad_normed.chunk(shards)[mine].clone()]
+    with CommDebugMode() as backward:
+        torch.autograd.backward(outputs, incoming[: len(outputs)])
+    assert (comm_counts(forward), comm_counts(backward)) == column_counts(size, sequence_parallel)
 
     norm = {"LayerNorm": reference.layer_norm, "RMSNorm": reference.rms_norm}[normalization]
     expected_normed = norm(
-        x_full.chunk(size), whole.layer_norm_weight, whole.layer_norm_bias, layer.eps, meta
+        x_full.chunk(shards), whole.layer_norm_weight, whole.layer_norm_bias, layer.eps, meta
     )
+    biases = None if return_bias else whole.bias.chunk(size)
     expected = reference.column_parallel_linear(
-        expected_normed, whole.weight.chunk(size), None, meta
+        expected_normed, whole.weight.chunk(size), biases, meta
     )
     torch.autograd.backward(
-        [*expected, *expected_normed], [*grad_y.chunk(size, -1), *grad_normed.chunk(size)]
+        [*expected, *(expected_normed if return_normed else ())],
+        [*grad_y.chunk(size, -1), *(grad_normed.chunk(shards) if return_normed else ())],
     )
-    assert torch.equal(normed, expected_normed[group.rank()])
-    assert torch.equal(y, expected[group.rank()])
+    assert len(outputs) == 1 + return_normed
+    for output, at_rank in zip(
+        outputs, (expected[group.rank()], expected_normed[mine]), strict=False
+    ):
+        assert torch.equal(output, at_rank)
     assert torch.equal(layer.weight.grad, part(whole.weight.grad, group))
-    torch.testing.assert_close(x.grad, part(x_full.grad, group))
+    if return_bias:
+        assert layer.bias.grad is None
+    else:
+        assert torch.equal(layer.bias.grad, part(whole.bias.grad, group))
+    torch.testing.assert_close(x.grad, x_full.grad.chunk(shards)[mine])
     reduce_replicated_gradients(layer, group)
     torch.testing.assert_close(layer.layer_norm_weight.grad, whole.layer_norm_weight.grad)
     if normalization == "LayerNorm":
@@ -268,9 +292,17 @@ def norm_column_matches(group, normalization):
         assert layer.layer_norm_bias is None
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_norm_and_column_match_reference(ranks, normalization):
-    ranks.run(norm_column_matches, normalization=normalization)
+def test_norm_and_column_match_reference(ranks, normalization, sequence_parallel):
+    for return_bias, return_normed in itertools.product([False, True], repeat=2):
+        ranks.run(
+            norm_column_matches,
+            normalization=normalization,
+            sequence_parallel=sequence_parallel,
+            return_bias=return_bias,
+            return_normed=return_normed,
+        )
 
 
 def tolerance_sees_a_lost_term(group):
@@ -714,3 +746,153 @@ def test_wrong_calls_raise_before_communicating(ranks):
 
 def test_wrong_construction_raises(ranks):
     ranks.run(construction_raises)
+
+
+# --- Parameters that are loaded, copied, pickled or written --------------------------------------
+
+
+def load_data(layer, values):
+    for name, parameter in layer.named_parameters():
+        parameter.data.copy_(values[name])
+
+
+def load_copy(layer, values):
+    layer.load_state_dict(values)
+
+
+def load_assign(layer, values):
+    layer.load_state_dict(values, assign=True)
+
+
+def loaded_parameters_are_kept(group, kind, load):
+    late = kind(K, O, tp_size=group.size(), device=device_of(group))
+    values = {name: value + 1 for name, value in late.state_dict().items()}
+    load(late, {name: value.clone() for name, value in values.items()})
+    late.set_tensor_parallel_group(group)
+    for name, parameter in late.named_parameters():
+        assert torch.equal(parameter, values[name])
+
+
+@pytest.mark.parametrize("load", [load_data, load_copy, load_assign])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_loaded_parameters_are_kept(ranks, kind, load):
+    ranks.run(loaded_parameters_are_kept, kind=kind, load=load)
+
+
+def drawn_parameters_become_this_ranks(group):
+    split = {"parameters_split": ("a", "b"), "tp_size": group.size(), "device": device_of(group)}
+    torch.manual_seed(3)
+    right = ColumnParallelLinear(K, O, tp_group=group, **split)
+
+    def late():
+        torch.manual_seed(3)
+        return ColumnParallelLinear(K, O, **split)
+
+    same_values = late()
+    state = {name: value.clone() for name, value in same_values.state_dict().items()}
+    same_values.load_state_dict(state, assign=True)
+    one_loaded = late()
+    one_loaded.a_weight.data.fill_(2)
+    for layer in (late(), copy.deepcopy(late()), late().double(), same_values, one_loaded):
+        layer.set_tensor_parallel_group(group)
+        assert torch.equal(layer.b_weight, right.b_weight.to(layer.b_weight.dtype))
+    assert torch.equal(same_values.a_weight, right.a_weight)
+    assert (one_loaded.a_weight == 2).all()
+
+
+def test_drawn_parameters_become_this_ranks(ranks):
+    ranks.run(drawn_parameters_become_this_ranks)
+
+
+def pickled(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+def saved(layer):
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def pickling_leaves_the_group_behind(group, name, again):
+    kind, arguments = ALL_LAYERS[name]
+    layer, _ = build(kind, group, parameters_split=("a", "b"), **arguments)
+    meta = meta_of(group)
+    x = input_of(layer, drawn(group, T, K), group)
+    # As drawn, which must not be drawn anew; and of another rank, for which it must.
+    untouched = ColumnParallelLinear(K, O, tp_group=group, device=device_of(group))
+    twin, drawn_twin = again(layer), again(untouched)
+    assert twin.tp_group is None
+    assert (twin.tp_size, twin.tp_rank) == (group.size(), group.rank())
+    if group.size() > 1:
+        with pytest.raises(ValueError, match="set_tensor_parallel_group"):
+            twin(x, meta)
+    twin.set_tensor_parallel_group(group)
+    drawn_twin.set_tensor_parallel_group(group)
+    assert torch.equal(drawn_twin.weight, untouched.weight)
+    for name, parameter in layer.named_parameters():
+        theirs = getattr(twin, name)
+        assert torch.equal(theirs, parameter)
+        assert vars(theirs) == vars(parameter)
+    assert torch.equal(twin(x, meta), layer(x, meta))
+    x = x.clone().requires_grad_()
+    assert twin.a_weight.data_ptr() in addresses_saved_by(lambda: twin(x, meta))
+
+
+@pytest.mark.parametrize("again", [pickled, saved])
+@pytest.mark.parametrize("name", ["column", "row", "rms norm"])
+def test_pickling_leaves_the_group_behind(ranks, name, again):
+    ranks.run(pickling_leaves_the_group_behind, name=name, again=again)
+
+
+FUSED_META = PaddedSeqMeta.from_seq_lens([5, 0, 1, 7], padded_lens=[6, 2, 4, 12])
+
+
+def fused_step(kind, *, frozen=False, x_grad=True, autocast=False):
+    layer = kind(K, O, parameters_split=("a", "b", "c")).requires_grad_(not frozen)
+    x = torch.ones(T, K, requires_grad=x_grad)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return layer, x, layer(x, FUSED_META).sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["a_weight", "b_weight", "c_weight"])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_backward_refuses_a_part_that_was_written(kind, name, frozen):
+    layer, x, loss = fused_step(kind, frozen=frozen)
+    with torch.no_grad():
+        getattr(layer, name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x)
+
+
+def test_backward_takes_writes_that_change_nothing():
+    for arguments, written in (
+        ({}, "b_bias"),  # no gradient is computed from it
+        ({"x_grad": False}, "b_weight"),
+        ({"autocast": True}, "b_weight"),  # backward computes from the bfloat16 copy
+    ):
+        layer, _, loss = fused_step(ColumnParallelLinear, **arguments)
+        with torch.no_grad():
+            getattr(layer, written).add_(1)
+        loss.backward()
+        assert layer.b_weight.grad is not None
+
+
+@pytest.mark.parametrize("size", [0, -4, 24.0, True])
+def test_features_are_counts(size):
+    for kind, _ in ALL_LAYERS.values():
+        with pytest.raises(ValueError, match=r"in_features must be an integer of at least 1, got"):
+            kind(size, O)
+        with pytest.raises(ValueError, match=r"out_features must be an integer of at least 1, got"):
+            kind(K, size)
+    with pytest.raises(ValueError, match=r"b_weight: each size of .* at least 1, got 0"):
+        ColumnParallelLinear(K, O, parameters_split={"a": O, "b": 0})
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-5, 1e-30, float("inf"), float("nan")])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_eps_keeps_zero_rows_finite(normalization, eps):
+    with pytest.raises(ValueError, match=r"eps must be finite and at least 1e-24, got"):
+        LayerNormColumnParallelLinear(K, O, normalization=normalization, eps=eps)

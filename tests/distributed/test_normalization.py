@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_helpers import comm_counts, device_of
+from rank_helpers import comm_counts, device_of, drawn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from padded_sp import PaddedSeqMeta
@@ -18,11 +18,6 @@ def meta_of(group):
     return PaddedSeqMeta.from_seq_lens(
         [5, 0, 1, 7], padded_lens=[6, 2, 4, 12], tp_size=group.size(), device=device_of(group)
     )
-
-
-def drawn(group, *shape, seed=1, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(device_of(group), dtype)
 
 
 def part(tensor, group, sequence_parallel=True):
@@ -198,3 +193,32 @@ def raises(group, kind):
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
 def test_wrong_calls_raise(ranks, kind):
     ranks.run(raises, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_wrong_construction_raises(kind):
+    for eps in (0, 0.0, -1e-5, 1e-30, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"eps must be finite and at least 1e-24, got"):
+            kind(H, eps)
+    for size in (0, -1, 20.0, True):
+        with pytest.raises(ValueError, match="normalized_shape must be an integer of at least 1"):
+            kind(size)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_least_eps_keeps_zero_rows_zero(kind):
+    meta = PaddedSeqMeta.from_seq_lens([5], padded_lens=[8])
+    x = torch.randn(8, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    layer = kind(H, 1e-24)
+    y = layer(x, meta)
+    y.square().sum().backward()
+    for t in (y, x.grad):
+        assert not t[5:].any()
+    for t in (y, x.grad, *(p.grad for p in layer.parameters())):
+        assert t.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_shapes_alone_on_the_meta_device(kind):
+    meta = PaddedSeqMeta.from_seq_lens([5], padded_lens=[8], device="meta")
+    assert kind(H, device="meta")(torch.empty(8, H, device="meta"), meta).shape == (8, H)

@@ -197,6 +197,19 @@ def test_takes_the_surrounding_meta():
         assert torch.equal(apply_rotary(x, cos, sin), apply_rotary(x, cos, sin, meta))
 
 
+@pytest.mark.parametrize("rotary_dim", [None, 8])
+def test_saves_tables_and_positions_only(rotary_dim):
+    meta, (cos, sin) = meta_of(), tables(14, 4)
+    if rotary_dim:
+        cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
+    x, saved = values(24, 2, 8).requires_grad_() * 1, []  # no leaf, which would be copied
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        apply_rotary(x, cos, sin, meta, rotary_dim=rotary_dim)
+    memory = {t.untyped_storage().data_ptr() for t in saved}
+    known = {t.untyped_storage().data_ptr() for t in (cos, sin, meta.position_ids)}
+    assert memory == known
+
+
 def test_tables_get_no_gradient():
     cos, sin = (t.requires_grad_() for t in tables(14, 4))
     x = values(24, 2, 8).requires_grad_()

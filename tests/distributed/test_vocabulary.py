@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_helpers import comm_counts, device_of
+from rank_helpers import comm_counts, device_of, drawn, part
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from padded_sp import PaddedSeqMeta
 from padded_sp.backends import reference
@@ -20,18 +21,9 @@ def meta_of(group, seq_lens=(5, 0, 1, 7), padded_lens=(6, 2, 4, 12)):
     )
 
 
-def drawn(group, *shape, seed=1, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(device_of(group), dtype)
-
-
 def drawn_ids(group, meta, pad_id, dtype=torch.int64):
     ids = torch.randint(V, (T,), generator=torch.Generator().manual_seed(4)).to(device_of(group))
     return ids.masked_fill(meta.padding_mask, pad_id).to(dtype)
-
-
-def part(tensor, group, dim=0):
-    return tensor.chunk(group.size(), dim)[group.rank()]
 
 
 # --- Embedding -----------------------------------------------------------------------------------
@@ -104,7 +96,8 @@ def embedding_raises(group):
         for message, bad in {
             "rows": ids[1:],
             "one integer a row": ids[:, None],
-            "int32": ids.float(),
+            "integer dtype": ids.float(),
+            r"torch\.bool": ids > 3,
             "move them": ids.to("meta"),
         }.items():
             with pytest.raises(ValueError, match=message):
@@ -263,7 +256,8 @@ def cross_entropy_raises(group):
         "labels has 23 rows": (logits, labels[1:]),
         "logits has 23 rows": (logits[1:], labels),
         "one integer a row": (logits, labels[:, None]),
-        "int32": (logits, labels.float()),
+        "integer dtype": (logits, labels.float()),
+        r"torch\.bool": (logits, labels > 3),
         "floating dtype": (logits.long(), labels),
         "flatten": (logits[:, None], labels),
         "move them": (logits.to("meta"), labels),
@@ -284,3 +278,60 @@ def cross_entropy_raises(group):
 
 def test_cross_entropy_raises_before_communicating(ranks):
     ranks.run(cross_entropy_raises)
+
+
+# --- Both ----------------------------------------------------------------------------------------
+
+BYTES = 300  # a vocabulary beyond what 8 bits hold
+
+
+def narrow_integers_are_ids(group, dtype):
+    meta, device = meta_of(group), device_of(group)
+    layer = VocabParallelEmbedding(BYTES, H, tp_group=group, device=device)
+    ids = torch.randint(120, (T,), generator=torch.Generator().manual_seed(4)).to(device)
+    logits = drawn(group, T, BYTES // group.size(), seed=group.rank())
+    assert torch.equal(layer(ids.to(dtype), meta), layer(ids, meta))
+    # In uint8 the ignored -100 would be 156.
+    labels = ids.index_fill(0, meta.real_rows[:1], 156) if dtype == torch.uint8 else ids
+    assert torch.equal(
+        vocab_parallel_cross_entropy(logits, labels.to(dtype), meta, tp_group=group),
+        vocab_parallel_cross_entropy(logits, labels, meta, tp_group=group),
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64],
+)
+def test_any_integers_are_ids(ranks, dtype):
+    ranks.run(narrow_integers_are_ids, dtype=dtype)
+
+
+class LargeResults(TorchDispatchMode):
+    """Keeps every [T, H] tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == (T, H):
+            self.kept.append(out)
+        return out
+
+
+def test_embedding_makes_its_rows_once():
+    meta = PaddedSeqMeta.from_seq_lens([5, 0, 1, 7], padded_lens=[6, 2, 4, 12])
+    layer = VocabParallelEmbedding(V, H)
+    with LargeResults() as results:
+        layer(torch.zeros(T, dtype=torch.int64), meta)
+    assert len({t.data_ptr() for t in results.kept}) == 1
+
+
+@pytest.mark.parametrize("size", [0, -1, 8.0, True])
+def test_sizes_are_counts(size):
+    with pytest.raises(ValueError, match="num_embeddings must be an integer of at least 1"):
+        VocabParallelEmbedding(size, H)
+    with pytest.raises(ValueError, match="embedding_dim must be an integer of at least 1"):
+        VocabParallelEmbedding(V, size)
