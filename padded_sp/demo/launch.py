@@ -114,6 +114,7 @@ def _run_rank(
         group = dist.group.WORLD
         assert group is not None
         rank = Rank(index, group, device, lambda news: mailbox.put((index, "news", news)))
+        rank.wait_for_all()  # a rank that ends early must not hang up on one that still connects
         value = body(rank, *args)
         dist.destroy_process_group()
         mailbox.put((index, "value", value))

@@ -31,7 +31,7 @@ _NOTE = (
 
 
 def steps_in_words(count: int) -> str:
-    """ "1 step", "2 steps"."""
+    """The number with its noun: 1 step, 2 steps."""
     return f"{count} step" if count == 1 else f"{count} steps"
 
 

@@ -482,7 +482,7 @@ def test_full_name_of_the_causal_mask():
         ({"num_heads": 30, "tp_size": 4}, "num_heads=30 does not divide over 4 ranks"),
         ({"num_kv_heads": 1, "tp_size": 2}, "num_kv_heads=1 .* 2 ranks; with fewer KV heads"),
         ({"tp_size": 0}, "does not divide over 0 ranks"),
-        ({"head_dim": 0}, "must be positive"),
+        ({"head_dim": 0}, "head_dim must be an integer of at least 1, got 0"),
         ({"mask": "padding_causal"}, "mask must be one of causal, .* got 'padding_causal'"),
         ({"window": (-2, 0)}, r"window must be .* got \(-2, 0\)"),
         ({"window": 5}, "window must be two integers .* got 5"),
