@@ -42,7 +42,9 @@ class Rank:
 
     def wait_for_all(self) -> None:
         """Returns once every rank has called it."""
-        dist.barrier(self.group)
+        # Named, or NCCL guesses the device and warns.
+        device_ids = [self.index] if self.device.type == "cuda" else None
+        dist.barrier(self.group, device_ids=device_ids)
 
 
 def backend_for(num_ranks: int) -> str:

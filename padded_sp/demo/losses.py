@@ -116,7 +116,8 @@ class PlainModel(nn.Module):
         super().__init__()
         self.config, self.handling = config, handling
         self.names = list(weights)
-        self.values = nn.ParameterList(w.to(device, copy=True) for w in weights.values())
+        dtype = torch.get_default_dtype()
+        self.values = nn.ParameterList(w.to(device, dtype, copy=True) for w in weights.values())
         if handling.zero_pad_embedding:
             with torch.no_grad():
                 self.values[self.names.index("embedding.weight")][PAD] = 0

@@ -8,12 +8,7 @@ from rank_helpers import device_of, drawn, part
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from padded_sp import (
-    LayerNormColumnParallelLinear,
-    PaddedSeqMeta,
-    RowParallelLinear,
-    seq_meta,
-)
+from padded_sp import LayerNormColumnParallelLinear, PaddedSeqMeta, RowParallelLinear
 
 H, F = 12, 24
 # 24, 36, ... 132 rows, which every group of 1 to 4 divides, with different numbers of pads.
@@ -38,7 +33,7 @@ class Block(nn.Module):
         self.up = LayerNormColumnParallelLinear(H, F, normalization="RMSNorm", **arguments)
         self.down = RowParallelLinear(F, H, **arguments)
 
-    def forward(self, x, meta=None):
+    def forward(self, x, meta):
         return self.down(torch.relu(self.up(x, meta)), meta)
 
 
@@ -78,19 +73,3 @@ def test_one_block_serves_every_pack(ranks):
         pytest.skip("more ranks compile the same graph, for minutes on 2 cores")
     # For the first T, for every T, without pads, and once for the number of sequences.
     assert max(ranks.run(serves_every_pack)) <= 4
-
-
-def surrounding_meta_is_not_traced(group):
-    torch._dynamo.reset()
-    compiled = torch.compile(Block(group), fullgraph=True, backend="aot_eager")
-    meta = PaddedSeqMeta.from_seq_lens(
-        [5, 7], padded_lens=[6, 18], tp_size=group.size(), device=device_of(group)
-    )
-    x = part(drawn(group, meta.num_rows, H), group)
-    with seq_meta(meta), pytest.raises(torch._dynamo.exc.Unsupported):
-        compiled(x)
-    compiled(x, meta)
-
-
-def test_meta_must_be_an_argument(ranks):
-    ranks.run(surrounding_meta_is_not_traced)
