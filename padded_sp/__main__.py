@@ -7,6 +7,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -172,13 +173,10 @@ def doctor() -> int:
 def _problem(layout: Plan, policy: AlignPolicy) -> str:
     """Why the policy's recipe refuses a layout; empty where it does not."""
     meta = PaddedSeqMeta.from_seq_lens(layout.seq_lens, padded_lens=layout.padded_lens)
-    try:
-        policy.check(meta)
-    except ValueError as refusal:
-        reason, _, ways_out = str(refusal).partition(". ")
-        falls_back = "fp8_wire=False takes this layout" in ways_out
-        return f"{reason}; legal where gathers travel as BF16" if falls_back else reason
-    return ""
+    problem = policy.problem(meta)
+    if problem and not replace(policy, fp8_wire=False).problem(meta):
+        return f"{problem}; legal where gathers travel as BF16"
+    return problem
 
 
 def _shortened(lengths: tuple[int, ...], most: int = 8) -> str:

@@ -1,4 +1,4 @@
-"""What each recipe, tp and cp demands of a packed layout, as data; and the least padding for it.
+"""What each recipe, tp and cp demands of rows and of features, as data; the least padding for it.
 
 Linears need nothing per sequence, only totals; context parallelism alone needs each sequence to
 split into ``2 * cp_size`` chunks. So the least legal layout pads sequences to that, and the total
@@ -26,32 +26,58 @@ Placement = Literal["tail", "own_entry", "each_sequence"]
 
 @dataclass(frozen=True)
 class RecipeRule:
-    """What Transformer Engine's linears demand of the rows, on Hopper and later.
+    """What Transformer Engine's linears demand of their operands, on Hopper and later.
 
     Attributes:
         rows_per_rank: each rank's rows must be a multiple of this.
         rows: all rows (T) must be a multiple of this.
-        reason: what breaks otherwise, for error messages.
+        features: each rank's input and output features must be a multiple of this.
+        reason: what breaks where the rows are none, for error messages.
     """
 
     rows_per_rank: int
     rows: int
+    features: int
     reason: str
 
 
-_ANY_ROWS = RecipeRule(1, 1, "the reduce-scatter needs T % tp_size == 0")
-_FP8_GEMM = RecipeRule(8, 16, "FP8 GEMMs need 8 rows per rank, their wgrad T % 16 == 0")
-_FP8_BLOCKS = RecipeRule(128, 16, "blocks of 128 rows must not straddle ranks to travel as FP8")
-_MX_BLOCKS = RecipeRule(32, 32, "MXFP8 scales blocks of 32 rows")
+_ANY = RecipeRule(1, 1, 1, "the reduce-scatter needs T % tp_size == 0")
+_FP8_GEMM = RecipeRule(8, 16, 16, "FP8 GEMMs need 8 rows per rank, their wgrad T % 16 == 0")
+_BLOCKS = RecipeRule(128, 16, 128, "blocks of 128 rows must not straddle ranks to travel as FP8")
+_MX_BLOCKS = RecipeRule(32, 32, 32, "MXFP8 scales blocks of 32 rows")
 
 #: recipe -> (its rule, its rule where FP8 travels between ranks).
 RECIPES: dict[str, tuple[RecipeRule, RecipeRule]] = {
-    "bf16": (_ANY_ROWS, _ANY_ROWS),
+    "bf16": (_ANY, _ANY),
     "fp8_delayed": (_FP8_GEMM, _FP8_GEMM),
     "fp8_current": (_FP8_GEMM, _FP8_GEMM),
-    "fp8_blockwise": (_FP8_GEMM, _FP8_BLOCKS),
+    "fp8_blockwise": (_FP8_GEMM, _BLOCKS),
     "mxfp8": (_MX_BLOCKS, _MX_BLOCKS),
 }
+
+
+def check_features(recipe: str, in_features: int, out_features: int) -> None:
+    """Raises ValueError where a recipe's GEMMs do not take a weight [out_features, in_features].
+
+    Args: in_features, out_features: of this rank's share of the weight.
+    """
+    multiple = RECIPES[recipe][0].features  # on the wire too, blocks need more: they may not travel
+    if in_features % multiple or out_features % multiple:
+        raise ValueError(
+            f"{recipe} GEMMs need multiples of {multiple} features, got {in_features} in and "
+            f"{out_features} out on this rank. Choose features, or a tp_size, that leave each rank "
+            "such multiples, or call the layer outside of the FP8 autocast"
+        )
+
+
+def travels_as_fp8(recipe: str, num_rows: int, features: int, tp_size: int) -> bool:
+    """Whether a gather to ``num_rows`` rows of ``features`` sends FP8; if not, it sends BF16.
+
+    With ``tp_size`` 1, where nothing is sent: whether the recipe's GEMMs take such an operand.
+    """
+    rule = RECIPES[recipe][tp_size > 1]
+    aligned = num_rows % (tp_size * rule.rows_per_rank) == 0 and features % rule.features == 0
+    return aligned and recipe != "bf16"
 
 
 @dataclass(frozen=True)
@@ -182,14 +208,12 @@ class AlignPolicy:
             padded.append(rest)
         else:
             padded[-1] += rest
-        missing = 0
-        if self.num_sequences is not None:
-            missing = self.num_sequences - len(entries)
-            if missing < 0:
-                raise ValueError(
-                    f"{len(entries)} entries exceed num_sequences={self.num_sequences}; raise it, "
-                    "or put fewer sequences into the pack"
-                )
+        missing = 0 if self.num_sequences is None else self.num_sequences - len(entries)
+        if missing < 0:
+            raise ValueError(
+                f"{len(entries)} entries exceed num_sequences={self.num_sequences}; raise it, or "
+                "put fewer sequences into the pack"
+            )
         note = self._cheaper_wire(real, sum(padded))
         return Plan((*entries, *[0] * missing), (*padded, *[0] * missing), note)
 
@@ -211,7 +235,7 @@ class AlignPolicy:
 
     def _cheaper_wire(self, seq_lens: tuple[int, ...], rows: int) -> str:
         """Names the total that gathers in BF16 would need, where it is less than ``rows``."""
-        if self.rule is not _FP8_BLOCKS or self.bucket is not None:
+        if self.rule is not _BLOCKS or self.bucket is not None:
             return ""
         cheaper = replace(self, fp8_wire=False, num_sequences=None).plan(seq_lens).num_rows
         if cheaper == rows:
@@ -228,26 +252,30 @@ class AlignPolicy:
         Reads host integers only. The message names the rule, the rows, the recipe and the least
         legal plan. Buckets and ``num_sequences`` shape plans and are not demanded of a layout.
         """
-        problem = next(self._problems(meta), None)
-        if problem is None:
+        if not (problem := self.problem(meta)):
             return
         ways_out = ""
         if not meta.is_capacity:
             plan = replace(self, bucket=None, num_sequences=None).plan(meta.seq_lens)
             note = f" ({plan.note})" if plan.note else ""
             ways_out = f"The least legal total is {plan.num_rows} rows{note}; "
-        if self.fp8_wire and next(replace(self, fp8_wire=False)._problems(meta), None) is None:
+        if self.fp8_wire and not replace(self, fp8_wire=False).problem(meta):
             ways_out += "fp8_wire=False takes this layout as it is and gathers in BF16; "
         raise ValueError(
-            f"{self.recipe} at tp {self.tp_size}, cp {self.cp_size}: {problem}. {ways_out}"
-            "PaddedSeqMeta.from_seq_lens(seq_lens, policy) plans it"
+            f"{problem}. {ways_out}PaddedSeqMeta.from_seq_lens(seq_lens, policy) plans it"
         )
+
+    def problem(self, meta: PaddedSeqMeta) -> str:
+        """The first rule that does not hold for a layout, with the rows and the recipe; else ""."""
+        problem = next(self._problems(meta), "")
+        return problem and f"{self.recipe} at tp {self.tp_size}, cp {self.cp_size}: {problem}"
 
     def _problems(self, meta: PaddedSeqMeta) -> Iterator[str]:
         """Each rule that does not hold, with its reason."""
         rows, tp_size, cp_size, rule = meta.num_rows, self.tp_size, self.cp_size, self.rule
         each = self.sequence_alignment
-        for i, length in enumerate(() if meta.is_capacity else meta.padded_lens):
+        # Without a multiple no sequence is looked at: layers check at every call.
+        for i, length in enumerate(() if each == 1 or meta.is_capacity else meta.padded_lens):
             if length % each:
                 yield (
                     f"sequence {i} has {length} padded rows, no multiple of {each}: cp {cp_size} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from padded_sp import backends, boundaries
+from padded_sp import backends, boundaries, verify
 from padded_sp.collectives import group_size
 from padded_sp.context import resolve_meta
 from padded_sp.inert import inert_input, inert_output
@@ -52,8 +53,10 @@ class DotProductAttention(nn.Module):
         get_rng_state_tracker: returns a tracker of RNG states; dropout draws under its ``fork()``,
             so that ranks drop differently. None: the default generator.
         backend: a key of ``padded_sp.backends.ATTENTION``. "torch": FlashAttention on GPUs in half
-            precision, else scaled_dot_product_attention of one sequence after another.
+            precision, else scaled_dot_product_attention of one sequence after another. "te":
+            Transformer Engine's, on GPUs in half precision, head sizes that are multiples of 8.
         inplace: may write zeros into the pad rows of q, k and v.
+        verify: prove backend "te" on this machine before its first use; see :meth:`prepare`.
 
     Raises: ValueError: head counts that the ranks or the KV heads do not divide; a mask, window,
         dropout or backend that does not exist; anything of sinks, soft cap or KV cache.
@@ -75,6 +78,7 @@ class DotProductAttention(nn.Module):
         get_rng_state_tracker: Callable[[], Any] | None = None,
         backend: str = "torch",
         inplace: bool = True,
+        verify: bool = True,
         **unsupported: Any,
     ) -> None:
         super().__init__()
@@ -89,8 +93,9 @@ class DotProductAttention(nn.Module):
         self.window = _window(mask, window)
         self.dropout = dropout
         self.get_rng_state_tracker = get_rng_state_tracker
-        self.backend = backend
+        self.backend, self.verify = backend, verify
         self.inplace = inplace
+        self._proved: set[tuple[torch.dtype, bool]] = set()
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         if self.num_heads % self.num_kv_heads:
@@ -114,7 +119,7 @@ class DotProductAttention(nn.Module):
         self.set_tensor_parallel_group(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """Checks the ranks that share the heads: of the group only its size matters.
+        """Gives the layer the ranks that share its heads; they agree on what is proved of them.
 
         Raises: ValueError: the group has not ``tp_size`` ranks.
         """
@@ -123,6 +128,60 @@ class DotProductAttention(nn.Module):
                 f"the group has {group_size(tp_group)} ranks, DotProductAttention was built with "
                 f"tp_size={self.tp_size}: build it with the group's size or with tp_group= itself"
             )
+        self.tp_group = tp_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DotProductAttention:
+        twin = type(self).__new__(type(self))
+        # The group is shared, not copied: there is only one.
+        memo |= {id(self): twin, id(self.tp_group): self.tp_group}
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the group, which no other process could use."""
+        return self.__dict__ | {"tp_group": None}
+
+    def prepare(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        *,
+        pads: bool = True,
+    ) -> None:
+        """Proves on this machine that the backend computes this layer right, outside any step.
+
+        Compares outputs and gradients with float64 for this layer's heads, mask and window, with
+        and without ``pads``, once per process. With backend "te" the first forward calls it if
+        nobody did. Leaves random states and Transformer Engine's state as they were. Every rank of
+        ``tp_group`` calls it: they agree on the verdict over the host, in a few hundred bytes.
+        Waits for the device.
+
+        Raises: ValueError: the numbers are wrong, with the figures; under graph capture.
+        """
+        if verify.is_enabled() and self.verify:
+            combination: dict[str, Any] = {
+                "num_heads": self.num_heads // self.tp_size,
+                "head_dim": self.head_dim,
+                "num_kv_heads": self.num_kv_heads // self.tp_size,
+                "v_head_dim": self.v_head_dim,
+                "window": self.window,
+                "softmax_scale": self.softmax_scale,
+                "dtype": dtype,
+                "pads": pads,
+                "device": device,
+            }
+            verdict = verify.agreed(
+                lambda: verify.verify_attention(self.backend, **combination),
+                ("attention", self.backend, *map(str, combination.values())),
+                self.tp_group,
+            )
+            if not verdict.passed:
+                problem = "is wrong on this machine" if verdict.figures else "does not run here"
+                raise ValueError(
+                    f"backend {self.backend!r} {problem}: {verdict}. Use another "
+                    "backend; verify=False or PADDED_SP_VERIFY=0 turns the check off"
+                )
+        self._proved.add((dtype, pads))
 
     def forward(
         self,
@@ -157,6 +216,10 @@ class DotProductAttention(nn.Module):
         kv_meta = meta if kv_meta is None else kv_meta
         q, k, v = map(to_autocast_dtype, (q, k, v))
         self._check(q, k, v, meta, kv_meta)
+        _refuse_fp8_attention()
+        pads = meta.has_padding or kv_meta.has_padding
+        if self.backend == "te" and (q.dtype, pads) not in self._proved:
+            self.prepare(q.dtype, q.device, pads=pads)
 
         # Rows that are pads by one of two metas may be real by the other.
         inplace = self.inplace and (kv_meta is meta or not _share_memory(q, k, v))
@@ -214,6 +277,16 @@ class DotProductAttention(nn.Module):
                     f"for {name}; cast them"
                 )
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.backend == "te":  # so that te.DotProductAttention finds its key, empty
+            destination[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # te.DotProductAttention writes this key, without anything that attention here would need.
+        state_dict.pop(prefix + "_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def extra_repr(self) -> str:
         return (
             f"{self.num_heads} heads of {self.head_dim}, {self.num_kv_heads} KV heads with values "
@@ -249,6 +322,22 @@ def _share_memory(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     storage = q.untyped_storage().data_ptr()
     return storage in (k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr())
+
+
+def _refuse_fp8_attention() -> None:
+    """Raises ValueError where a surrounding recipe asks for what no backend trains.
+
+    Transformer Engine crashed on it up to 2.18, and computing in BF16 would be a silent fallback.
+    """
+    if torch.compiler.is_compiling():
+        return
+    recipe = backends.surrounding_fp8_recipe()
+    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+        raise ValueError(
+            f"{type(recipe).__name__} asks for FP8 attention, which no backend can train on packed "
+            "sequences: set fp8_dpa=False and fp8_mha=False, which keeps FP8 GEMMs and computes "
+            "attention in BF16"
+        )
 
 
 def _refuse(unsupported: dict[str, Any]) -> None:

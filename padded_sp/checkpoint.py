@@ -25,7 +25,10 @@ def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         dcp.save(sharded_state_dict(model), checkpoint_id=path)
         dcp.load(sharded_state_dict(model_at_another_tp_size), checkpoint_id=path)
 
-    Names are those of ``state_dict()``, behind ``prefix``. Communicates nothing.
+    Names are those of ``state_dict()``, behind ``prefix``, without Transformer Engine's
+    ``_extra_state``: scales and amax histories are this rank's own and fit no other tp size.
+    Delayed scaling starts them anew; to keep them, save ``state_dict()`` of each rank.
+    Communicates nothing.
 
     Raises: ValueError: a layer built with ``tp_size`` > 1 has no group yet.
     """
@@ -37,8 +40,10 @@ def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     }
     meshes: dict[tuple[str, str], DeviceMesh] = {}
     state = model.state_dict(prefix=prefix, keep_vars=True)
-    for key, tensor in state.items():
-        if id(tensor) in placed:
+    for key, tensor in list(state.items()):
+        if key.endswith("_extra_state"):
+            del state[key]
+        elif id(tensor) in placed:
             state[key] = _as_dtensor(tensor.detach(), *placed[id(tensor)], meshes)
         elif isinstance(tensor, Tensor):
             state[key] = tensor.detach()

@@ -59,6 +59,14 @@ def group_name(group: ProcessGroup | None) -> str:
     return "" if group is None else _member(group).group_name
 
 
+def contains_ranks(outer: ProcessGroup, inner: ProcessGroup | None) -> bool:
+    """Whether every rank of `inner` is one of `outer`. Communicates nothing."""
+    if inner is None or inner is outer:
+        return True
+    ranks_of = dist.get_process_group_ranks
+    return set(ranks_of(inner)) <= set(ranks_of(outer))
+
+
 def all_gather_rows(x: torch.Tensor, name: str, size: int) -> torch.Tensor:
     """Shard(0) -> Replicate: every rank's rows, in rank order.
 
@@ -171,12 +179,12 @@ def check_agreement(meta: PaddedSeqMeta, group: ProcessGroup | None) -> None:
     if group is None or group_size(group) == 1:
         raise_where_different([mine])
         return
-    received = _exchange_on_host("check_agreement", json.dumps(mine), group)
+    received = exchange_on_host("check_agreement", json.dumps(mine), group)
     raise_where_different([json.loads(facts) for facts in received])
 
 
-def _exchange_on_host(purpose: str, text: str, group: ProcessGroup) -> list[str]:
-    """Every rank's `text` in rank order, through the group's store.
+def exchange_on_host(purpose: str, text: str, group: ProcessGroup) -> list[str]:
+    """Every rank's `text` in rank order, through the group's store. No device takes part.
 
     The n-th call of a rank meets the n-th calls of the others. A rank that reads the texts of call
     n knows that all have read those of n - 1 and withdraws its own: the store does not grow.

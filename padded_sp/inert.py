@@ -7,6 +7,8 @@ out here. A layer may overwrite pad rows, never real ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,27 @@ def inert_output(
 
         y.register_hook(zero_gradient)
     return y
+
+
+def inert_input_gradient(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
+    """``x`` [T, ...], in front of an op that may leave anything in the pad rows of its gradient.
+
+    The gradient that goes on to whatever made ``x`` has zeros there.
+    """
+    if not x.requires_grad or not _has_pads(x, meta, 0):
+        return x
+    return _ZeroedGradient.apply(x, meta)
+
+
+class _ZeroedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meta: PaddedSeqMeta) -> Tensor:
+        ctx.meta = meta
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return inert_gradient(grad, ctx.meta), None
 
 
 def inert_gradient(

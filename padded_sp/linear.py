@@ -6,110 +6,20 @@ row-parallel one divides its input features and scatters the sum of the ranks' t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from padded_sp.backends import torch_linear
-from padded_sp.boundaries import check_size
 from padded_sp.context import resolve_meta
-from padded_sp.fused_parameters import (
-    ParametersSplit,
-    joined,
-    lay_side_by_side,
-    split_features,
-    watch_parts,
-)
 from padded_sp.inert import inert_input, inert_output
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.normalization import check_normalization, norm_specs, normalize
-from padded_sp.parallel_layer import (
-    InitMethod,
-    ParallelLayer,
-    ParameterSpec,
-    normal_init,
-    to_autocast_dtype,
-)
-
-if TYPE_CHECKING:
-    from padded_sp.collectives import ProcessGroup
+from padded_sp.parallel_layer import ParameterSpec
+from padded_sp.parallel_linear import ParallelLinear
 
 
-class _ParallelLinear(ParallelLayer):
-    """The parameters of a linear, whole or in named parts."""
-
-    _partition_dim: int  # of the weight [O, K]
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = True,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        init_method: InitMethod | None = None,
-        return_bias: bool = False,
-        parameters_split: ParametersSplit | None = None,
-        inplace: bool = True,
-    ) -> None:
-        super().__init__(
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            params_dtype=params_dtype,
-            device=device,
-            inplace=inplace,
-        )
-        self.in_features = in_features = check_size(in_features, "in_features")
-        self.out_features = out_features = check_size(out_features, "out_features")
-        self.use_bias, self.return_bias = bias, return_bias
-        self._weight_names: list[str] = []
-        self._bias_names: list[str] = []
-        by_columns = self._partition_dim == 0
-        for part, features in split_features(parameters_split, out_features).items():
-            weight = ParameterSpec(
-                (features, in_features), self._partition_dim, init_method or normal_init
-            )
-            self._weight_names.append(f"{part}weight")
-            self._add_parameter(self._weight_names[-1], weight)
-            if bias:
-                self._bias_names.append(f"{part}bias")
-                spec = ParameterSpec((features,), 0 if by_columns else None, nn.init.zeros_)
-                self._add_parameter(self._bias_names[-1], spec)
-        self._settle_parameters()
-        self.reset_parameters()
-
-    def _settle_parameters(self) -> None:
-        super()._settle_parameters()
-        for names in (self._weight_names, self._bias_names):
-            lay_side_by_side([self.get_parameter(name) for name in names])
-
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """x, weight, the bias to add and the bias to return, in the dtype to compute in."""
-        weight = joined([getattr(self, name) for name in self._weight_names])
-        x, weight, bias = to_autocast_dtype(x), to_autocast_dtype(weight), None
-        if self.use_bias:
-            bias = to_autocast_dtype(joined([getattr(self, name) for name in self._bias_names]))
-        return (x, weight, None, bias) if self.return_bias else (x, weight, bias, None)
-
-    def _watch_weight(self, y: Tensor, x: Tensor, weight: Tensor) -> None:
-        if x.requires_grad:  # only its gradient is computed from the weight
-            watch_parts(y, weight, [getattr(self, name) for name in self._weight_names])
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}, tp_size={self.tp_size}, "
-            f"sequence_parallel={self.sequence_parallel}"
-        )
-
-
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + b, output features divided over the R ranks of ``tp_group``; pads are inert.
 
     Over R ranks, T = meta.num_rows, K = in_features, O = out_features:
@@ -135,29 +45,50 @@ class ColumnParallelLinear(_ParallelLinear):
             of the whole layer. Parameters are then ``{name}_weight`` and ``{name}_bias``, and y
             holds this rank's features of each part, one after the other.
         inplace: False: never write to pad rows of the caller's tensors, copy.
+        backend: "torch", or "te": Transformer Engine's GEMMs in the recipe of the surrounding
+            ``te.autocast``, BF16 outside of one. Names and state dict are then te.Linear's; under
+            ``te.fp8_model_init`` the weight itself is FP8. ``device`` None is "cuda" there.
+        fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name: of te.Linear. With a
+            tracker each rank draws its own part under it.
+        verify: prove the backend on this machine before its first use; see :meth:`prepare`.
 
     Raises:
+        ImportError: backend "te" without Transformer Engine.
         ValueError: sizes below 1; a part that R does not divide; parts that do not add up; at the
             call, before anything is communicated: no group, x or meta of other rows, features,
-            dtype or device.
+            dtype or device; rows or features that the FP8 recipe in force does not allow; an FP8
+            autocast around backend "torch"; a backend whose numbers are wrong here.
         RuntimeError: in backward, where a weight that it needs was written after forward.
     """
 
-    _partition_dim = 0
+    parallel_mode = "column"
 
     def forward(
-        self, x: Tensor, meta: PaddedSeqMeta | None = None
+        self,
+        x: Tensor,
+        meta: PaddedSeqMeta | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [T / R, *, K] -> [T, *, O / R]; (that, bias) with ``return_bias``."""
-        meta = resolve_meta(meta)
-        self._check(x, meta)
-        first_row = self._first_row(meta)
-        x, weight, bias, returned_bias = self._operands(x)
-        x = inert_input(x, meta, first_row=first_row, inplace=self.inplace)
-        y = self._multiply(x, weight, bias, meta)
-        return (y, returned_bias) if self.return_bias else y
+        """x [T / R, *, K] -> [T, *, O / R]; (that, bias) with ``return_bias``.
 
-    def _check(self, x: Tensor, meta: PaddedSeqMeta) -> None:
+        ``is_first_microbatch``: with backend "te" in FP8, True quantises the weight anew and keeps
+        that for the next micro-batches, False takes what is kept, None keeps nothing.
+        """
+        meta = resolve_meta(meta)
+        recipe = self._check(x, meta)
+        rows = {"first_row": self._first_row(meta), "inplace": self.inplace}
+        if self.te is not None:
+            x = inert_input(x, meta, **rows)
+            y, bias, _ = self._run_te(x, meta, recipe, is_first_microbatch)
+            y = self._inert(y, meta)
+        else:
+            x, weight, added_bias, bias = self._operands(x)
+            x = inert_input(x, meta, **rows)
+            y = self._multiply(x, weight, added_bias, meta)
+        return (y, bias) if self.return_bias else y
+
+    def _check(self, x: Tensor, meta: PaddedSeqMeta) -> str:
+        """Raises what every rank can see is wrong; returns the name of the recipe in force."""
         self._check_input(
             x,
             meta,
@@ -165,18 +96,24 @@ class ColumnParallelLinear(_ParallelLinear):
             shards=self.tp_size if self.sequence_parallel else 1,
             parameter=getattr(self, self._weight_names[0]),
         )
+        return self._check_recipe(x, meta)
 
     def _multiply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, meta: PaddedSeqMeta
     ) -> Tensor:
+        """y by backend "torch", with inert pads."""
         y = torch_linear.column_parallel_linear(
             x, weight, bias, self._group_name, self.tp_size, self.sequence_parallel
         )
         self._watch_weight(y, x, weight)
-        return inert_output(y, meta, inplace=self.inplace, is_zero=bias is None)
+        return self._inert(y, meta)
+
+    def _inert(self, y: Tensor, meta: PaddedSeqMeta) -> Tensor:
+        adds_bias = self.use_bias and not self.return_bias
+        return inert_output(y, meta, inplace=self.inplace, is_zero=not adds_bias)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """y = x W^T + b, input features divided over the R ranks of ``tp_group``; pads are inert.
 
     Over R ranks, T = meta.num_rows, K = in_features, O = out_features:
@@ -194,10 +131,13 @@ class RowParallelLinear(_ParallelLinear):
     Raises: ValueError: in_features that R does not divide; otherwise as there.
     """
 
-    _partition_dim = 1
+    parallel_mode = "row"
 
     def forward(
-        self, x: Tensor, meta: PaddedSeqMeta | None = None
+        self,
+        x: Tensor,
+        meta: PaddedSeqMeta | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [T, *, K / R] -> [T / R, *, O]; (that, bias) with ``return_bias``."""
         meta = resolve_meta(meta)
@@ -208,20 +148,25 @@ class RowParallelLinear(_ParallelLinear):
             shards=1,
             parameter=getattr(self, self._weight_names[0]),
         )
-        x, weight, bias, returned_bias = self._operands(x)
-        x = inert_input(x, meta, inplace=self.inplace)
-        y = torch_linear.row_parallel_linear(
-            x, weight, bias, self._group_name, self.tp_size, self.sequence_parallel
-        )
-        self._watch_weight(y, x, weight)
+        recipe = self._check_recipe(x, meta)
+        if self.te is not None:
+            x = inert_input(x, meta, inplace=self.inplace)
+            y, bias, _ = self._run_te(x, meta, recipe, is_first_microbatch)
+        else:
+            x, weight, added_bias, bias = self._operands(x)
+            x = inert_input(x, meta, inplace=self.inplace)
+            y = torch_linear.row_parallel_linear(
+                x, weight, added_bias, self._group_name, self.tp_size, self.sequence_parallel
+            )
+            self._watch_weight(y, x, weight)
         y = inert_output(
             y,
             meta,
             first_row=self._first_row(meta),
             inplace=self.inplace,
-            is_zero=bias is None,
+            is_zero=not self.use_bias or self.return_bias,
         )
-        return (y, returned_bias) if self.return_bias else y
+        return (y, bias) if self.return_bias else y
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -261,35 +206,51 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         **linear: Any,
     ) -> None:
         check_normalization(normalization, eps)
-        super().__init__(in_features, out_features, **linear)
+        # Before nn.Module's own constructor, which leaves them: the parameters follow from them.
         self.eps, self.normalization = eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
-        specs = norm_specs(in_features, normalization, zero_centered_gamma)
-        for name in ("weight", "bias"):
-            self._add_parameter(f"layer_norm_{name}", specs.get(name))
-        self._settle_parameters()
-        self._draw({f"layer_norm_{name}" for name in specs})
+        super().__init__(in_features, out_features, **linear)
 
-    def forward(self, x: Tensor, meta: PaddedSeqMeta | None = None) -> Any:
+    def _norm_specs(self) -> dict[str, ParameterSpec | None]:
+        specs = norm_specs(self.in_features, self.normalization, self.zero_centered_gamma)
+        return {f"layer_norm_{name}": specs.get(name) for name in ("weight", "bias")}
+
+    def _norm_arguments(self) -> dict[str, Any]:
+        names = ("eps", "normalization", "zero_centered_gamma", "return_layernorm_output")
+        return {name: getattr(self, name) for name in names}
+
+    def forward(
+        self,
+        x: Tensor,
+        meta: PaddedSeqMeta | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
         """x [T / R, *, K] -> y [T, *, O / R], or (y, bias, normalised x) as asked for."""
         meta = resolve_meta(meta)
-        self._check(x, meta)
+        recipe = self._check(x, meta)
         rows = {"first_row": self._first_row(meta), "inplace": self.inplace}
-        normed = normalize(
-            inert_input(x, meta, **rows),
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            normalization=self.normalization,
-            eps=self.eps,
-            zero_centered_gamma=self.zero_centered_gamma,
-        )
-        normed = inert_output(normed, meta, **rows, is_zero=self.layer_norm_bias is None)
-        operand, weight, bias, returned_bias = self._operands(normed)
-        y = self._multiply(operand, weight, bias, meta)
+        x = inert_input(x, meta, **rows)
+        if self.te is not None:
+            y, bias, normed = self._run_te(x, meta, recipe, is_first_microbatch)
+            y = self._inert(y, meta)
+            if normed is not None:
+                normed = inert_output(normed, meta, **rows)
+        else:
+            normed = normalize(
+                x,
+                self.layer_norm_weight,
+                self.layer_norm_bias,
+                normalization=self.normalization,
+                eps=self.eps,
+                zero_centered_gamma=self.zero_centered_gamma,
+            )
+            normed = inert_output(normed, meta, **rows, is_zero=self.layer_norm_bias is None)
+            operand, weight, added_bias, bias = self._operands(normed)
+            y = self._multiply(operand, weight, added_bias, meta)
         returned: tuple[Tensor | None, ...] = (y,)
         if self.return_bias:
-            returned += (returned_bias,)
+            returned += (bias,)
         if self.return_layernorm_output:
             returned += (normed,)
         return returned if len(returned) > 1 else y

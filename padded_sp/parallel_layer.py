@@ -117,16 +117,28 @@ class ParallelLayer(nn.Module):
 
     def _add_parameter(self, name: str, spec: ParameterSpec | None) -> None:
         """Registers this rank's part, still to be drawn; None where the layer has none."""
-        if hasattr(self, name):
-            raise ValueError(f"{type(self).__name__} has a {name} already; name the part otherwise")
         if spec is None:
+            self._check_free(name)
             self.register_parameter(name, None)
             return
+        shape = self._declare(name, spec)
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._factory)))
+
+    def _declare(self, name: str, spec: ParameterSpec) -> list[int]:
+        """Notes a parameter that is still to be registered; returns the shape of this rank's part.
+
+        Raises: ValueError: a size below 1, or one that the ranks do not divide; a name in use.
+        """
+        self._check_free(name)
         shape = [boundaries.check_size(n, f"{name}: each size of {spec.shape}") for n in spec.shape]
         if spec.partition_dim is not None:
             shape[spec.partition_dim] = self._share(shape[spec.partition_dim], name)
         self._specs[name] = spec
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._factory)))
+        return shape
+
+    def _check_free(self, name: str) -> None:
+        if hasattr(self, name) or name in self._specs:
+            raise ValueError(f"{type(self).__name__} has a {name} already; name the part otherwise")
 
     def _share(self, features: int, name: str) -> int:
         if features % self.tp_size:
@@ -138,8 +150,11 @@ class ParallelLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws every parameter anew. Takes one number from PyTorch's CPU generator."""
-        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self._take_seed()
         self._draw(set(self._specs))
+
+    def _take_seed(self) -> None:
+        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
     @torch.no_grad()
     def _draw(self, names: set[str]) -> None:
@@ -148,7 +163,8 @@ class ParallelLayer(nn.Module):
             if parameter is None or parameter.is_meta:
                 continue
             self._drawn_as[name] = parameter.dtype, parameter.device
-            if self._specs[name].partition_dim is None or self.tp_size == 1:
+            is_whole = self._specs[name].partition_dim is None or self.tp_size == 1
+            if is_whole and type(parameter) is nn.Parameter:  # not one that is quantised
                 self._initialise(name, parameter)
             else:
                 parameter.copy_(self._drawn_parts(name)[self.tp_rank])
@@ -173,9 +189,10 @@ class ParallelLayer(nn.Module):
         In the dtype and on the device of the first time: others draw other numbers.
         """
         spec, (dtype, device) = self._specs[name], self._drawn_as[name]
-        assert spec.partition_dim is not None
         whole = torch.empty(spec.shape, dtype=dtype, device=device)
         self._initialise(name, whole)
+        if spec.partition_dim is None:
+            return (whole,) * self.tp_size
         return whole.chunk(self.tp_size, spec.partition_dim)
 
     def _initialise(self, name: str, whole: Tensor) -> None:

@@ -1,7 +1,7 @@
 """How other frameworks pad, as formulas of their own: nothing here makes their layouts legal.
 
-``python -m padded_sp plan`` shows them beside the least legal plan, and ``AlignPolicy.check`` says
-which of them the recipe refuses.
+``python -m padded_sp plan`` shows them beside the least legal plan, and ``AlignPolicy.problem``
+says why the recipe refuses one.
 """
 
 from __future__ import annotations

@@ -30,28 +30,30 @@ def assert_padding_inert(
     params: Params | None = None,
     tp_group: ProcessGroup | None = None,
     poisons: Sequence[float] = (float("nan"), 1e4),
+    backward: bool = True,
 ) -> None:
     """Asserts that what pad rows hold reaches nothing, forward and backward.
 
     Runs ``fn`` twice with zero pad rows, in its inputs and in the gradients of its outputs, then
     once with each poison there. The real rows of outputs and of input gradients, all parameter
     gradients and buffers must have the same values in all runs, to the last bit, and the pad rows
-    of outputs and of input gradients must be exactly zero. ``fn`` may overwrite pad rows of what
-    it is given.
+    of inexact outputs and of input gradients must be exactly zero. ``fn`` may overwrite pad rows of
+    what it is given. A meta without pad rows has nothing to leak.
 
     Args:
         fn: called inside ``with seq_meta(meta)`` as ``fn(*inputs)``, or ``fn(**inputs)`` for a
             mapping; with ``meta=meta`` too if it has an argument of that name. Returns a tensor,
-            or tuples, lists and dicts of them.
+            or tuples, lists and dicts of them; numbers are compared too, None and text are not.
         inputs: [T, ...] or [T / R, ...], T = ``meta.num_rows``, R ranks in ``tp_group``. Floating
-            ones get a gradient. In integer ones the poison is the largest real value, which any
-            embedding can look up. Tensors of other sizes are passed as they are. Outputs likewise:
-            those of other sizes are compared whole.
+            and complex ones get a gradient. In integer ones the poison is the largest real value,
+            which any embedding can look up. Tensors of other sizes are passed as they are. Outputs
+            likewise: those of other sizes are compared whole.
         meta: of the rows.
         params: a module, or tensors, by whose names to report. None: ``fn``, if it is a module or
             a method of one. Gradients of all other leaves that backward reaches are compared too.
         tp_group: the ranks that hold the shards of rows. Each of them makes the same call.
-        poisons: what to put into pad rows.
+        poisons: what to put into pad rows; at least one is not 0.
+        backward: False: ``fn`` has no gradients, such as a metric; its values alone are compared.
 
     Each run gets fresh clones and the same RNG state. The global RNG state, ``.grad`` and the
     module's buffers are afterwards what they were.
@@ -59,9 +61,16 @@ def assert_padding_inert(
     Raises:
         AssertionError: names the first tensor, row and sequence that differ, with both values; or
             says that two equal runs differ, so that nothing can be proved.
-        ValueError: no input has the rows of ``meta``; a reentrant checkpoint hides its parameters
-            and ``params`` does not name them.
+        ValueError: what would prove nothing: no input has the rows of ``meta``; ``fn`` returns no
+            tensor, or an object that is none of the above; no gradient came of floating inputs or
+            parameters; no poison; a reentrant checkpoint hides its parameters and ``params`` does
+            not name them.
     """
+    if not any(poison != 0 for poison in poisons):
+        raise ValueError(
+            f"poisons={poisons!r} puts nothing but 0 into pad rows, which proves nothing: leave it "
+            "out, or pass values that must not leak"
+        )
     trial = Trial(fn, inputs, meta, params, tp_group)
     # All runs come before any comparison: every rank has to take part in the same collectives.
     clean, again = trial.run(), trial.run()
@@ -77,6 +86,8 @@ def assert_padding_inert(
         difference = _difference(trial, (clean, "with 0 in pad rows"), run, _equal)
         if difference := difference or _nonzero_pad(trial, *run):
             raise AssertionError(f"padding is not inert: {difference}")
+    if backward:
+        trial.require_gradients(clean)
 
 
 def assert_packing_equivalent(
@@ -87,6 +98,7 @@ def assert_packing_equivalent(
     params: Params | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    backward: bool = True,
 ) -> None:
     """Asserts that a packed batch is computed as its sequences are, each by itself.
 
@@ -95,14 +107,14 @@ def assert_packing_equivalent(
     with the sum of those of the sequences.
 
     Args:
-        fn, inputs, meta, params: as for :func:`assert_padding_inert`, but for one rank: tensors
-            of rows are whole, [T, ...]. Dropout must be off.
+        fn, inputs, meta, params, backward: as for :func:`assert_padding_inert`, but for one rank:
+            tensors of rows are whole, [T, ...]. Dropout must be off.
         rtol, atol: None: the square root of the dtype's epsilon, 3e-4 in float32.
 
     Raises:
         AssertionError: names the first tensor, row and sequence that differ, with both values.
         ValueError: no input has T rows, or an output has not: a mean over the pack, for example,
-            is not the same of one sequence.
+            is not the same of one sequence. Otherwise as there.
     """
     whole = Trial(fn, inputs, meta, params)
     packed = whole.run()
@@ -128,6 +140,8 @@ def assert_packing_equivalent(
 
     if difference := _difference(whole, (alone, "alone"), (packed, "packed"), close):
         raise AssertionError(f"packing changes the result: {difference}")
+    if backward:
+        whole.require_gradients(packed)
 
 
 def _sum_of_sequences(whole: Trial, packed: Results) -> Results:
@@ -167,7 +181,7 @@ def _difference(
         for name in tensors | other_tensors:
             if name not in tensors or name not in other_tensors:
                 return f"{name} exists only {when if name in tensors else otherwise}"
-            a, b = tensors[name], other_tensors[name]
+            a, b = _real(tensors[name]), _real(other_tensors[name])
             if a.shape != b.shape:
                 return f"{name} is {tuple(a.shape)} {when}, {tuple(b.shape)} {otherwise}"
             differs = ~same(a, b)
@@ -184,6 +198,7 @@ def _difference(
 def _nonzero_pad(trial: Trial, results: Results, when: str) -> str | None:
     """The first pad row that is not exactly zero, in words; None if all are."""
     for name, x in (results.outputs | results.input_gradients).items():
+        x = _real(x)
         is_pad = trial.is_pad(x) if x.is_floating_point() else None
         if is_pad is None:
             continue
@@ -199,6 +214,11 @@ def _row(trial: Trial, x: Tensor, at: tuple[int, ...]) -> str:
     sequence, position = trial.meta.sequence_ids[row], trial.meta.position_ids[row]
     kind = "pad" if trial.meta.padding_mask[row] else "token"
     return f", row {row} ({kind}, position {position} of sequence {sequence}),"
+
+
+def _real(x: Tensor) -> Tensor:
+    """x, or real and imaginary parts along a last dim of 2."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:

@@ -78,11 +78,13 @@ class Trial:
     def _run(self, pad: float) -> Results:
         leaves = {name: self.padded(x, pad) for name, x in _named(self.inputs).items()}
         for leaf in leaves.values():
-            leaf.requires_grad_(leaf.is_floating_point())
+            leaf.requires_grad_(_has_gradient(leaf))
         # As inside a model, where pad rows may be overwritten: no leaves.
         activations = {name: leaf.clone() for name, leaf in leaves.items()}
         with torch.enable_grad(), seq_meta(self.meta):
             outputs = _outputs(self._call(activations))
+        if not outputs:
+            raise ValueError("the function returned no tensor to compare: return what it computes")
         incoming = self.output_gradients(outputs, pad)
         differentiable = [name for name, y in outputs.items() if y.requires_grad]
         self._find_parameters([outputs[name] for name in differentiable], leaves.values())
@@ -114,6 +116,16 @@ class Trial:
                 "module or the tensors, or checkpoint with use_reentrant=False"
             )
 
+    def require_gradients(self, results: Results) -> None:
+        """Raises ValueError where there should be a backward pass and none was seen."""
+        expected = self.parameters or any(map(_has_gradient, _named(self.inputs).values()))
+        if expected and not results.input_gradients and not results.parameter_gradients:
+            raise ValueError(
+                f"no gradient came of {', '.join(results.outputs)}: nothing is known of backward. "
+                "Return tensors before they are detached, rounded or used in a backward pass of "
+                "the function's own; backward=False compares values alone"
+            )
+
     def _call(self, inputs: dict[str, Tensor]) -> Any:
         keywords = {"meta": self.meta} if self._takes_meta else {}
         if isinstance(self.inputs, Mapping):
@@ -125,7 +137,7 @@ class Trial:
         gradients = {}
         for seed, (name, y) in enumerate(outputs.items()):
             gradients[name] = torch.ones_like(y)
-            if y.dim() and y.is_floating_point():
+            if y.dim() and _has_gradient(y):
                 generator = torch.Generator(y.device).manual_seed(seed)
                 gradients[name] = torch.randn(
                     y.shape, generator=generator, dtype=y.dtype, device=y.device
@@ -142,9 +154,9 @@ class Trial:
         is_pad = self.is_pad(x)
         if is_pad is None or not x.numel():
             return x
-        if x.dtype != torch.bool and not x.is_floating_point():
-            pad = 0 if pad == 0 or is_pad.all() else int(x[~is_pad].max())
-        return x.masked_fill_(is_pad, pad)
+        if x.dtype != torch.bool and not _has_gradient(x):
+            pad = 0 if pad == 0 or is_pad.all() else int(x[~is_pad.flatten()].max())
+        return x.masked_fill_(is_pad, complex(pad, pad) if x.is_complex() else pad)
 
     def first_row(self, x: Tensor) -> int | None:
         """The row of the pack at which ``x`` starts; None if ``x`` is no tensor of rows."""
@@ -250,15 +262,28 @@ def _arguments(fn: Callable[..., Any]) -> Iterable[str]:
         return ()
 
 
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def _outputs(returned: Any, name: str = "output") -> dict[str, Tensor]:
-    """The tensors in what a function returned."""
+    """The tensors and numbers in what a function returned. Raises ValueError for other objects."""
     if isinstance(returned, Tensor):
         return {name: returned}
-    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(returned, (int, float)):
+        dtype = torch.float64 if isinstance(returned, float) else None
+        return {name: torch.tensor(returned, dtype=dtype)}
+    if returned is None or isinstance(returned, str):
+        return {}
     if isinstance(returned, Mapping):
         parts = returned.items()
     elif isinstance(returned, (tuple, list)):
         parts = enumerate(returned)
+    else:
+        raise ValueError(
+            f"{name} is a {type(returned).__name__}, whose tensors would go unseen: return tensors "
+            "or numbers, or tuples, lists and dicts of them"
+        )
     found: dict[str, Tensor] = {}
     for key, part in parts:
         found |= _outputs(part, f"{name}[{key!r}]")

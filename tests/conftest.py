@@ -2,7 +2,8 @@
 
 Plain ``pytest`` starts CPU ranks on gloo, once per world size, and keeps them between tests.
 ``torchrun --standalone --nproc-per-node N -m pytest tests/distributed`` makes each pytest process
-one rank, on NCCL where there are GPUs. The tests are the same: a module-level function
+one rank, on NCCL where there are GPUs; with fewer GPUs than ranks they share them, on gloo, which
+proves what is computed and nothing of NCCL. The tests are the same: a module-level function
 ``body(group, **kwargs)``, run by ``ranks.run(body, **kwargs)``, which returns every rank's value.
 """
 
@@ -11,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
 import pickle
 import platform
 import queue
+import sys
 import time
 import traceback
 import warnings
@@ -24,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +39,15 @@ WORLD_SIZES = (1, 2, 3, 4)
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 ON_GPUS = UNDER_TORCHRUN and torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", "0"))
+# NCCL refuses two ranks on one GPU.
+SHARE_GPUS = ON_GPUS and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
+if ON_GPUS:  # Transformer Engine warns without it, and warnings are errors
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+# Transformer Engine's stand-in, for machines that the real one does not run on.
+FAKE_TE = str(Path(__file__).parent / "fake_te")
+if importlib.util.find_spec("transformer_engine") is None:
+    sys.path.append(FAKE_TE)
 
 # NCCL builds its communicators inside the first collective, which takes tens of seconds.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120 if ON_GPUS else 30)
@@ -128,10 +141,15 @@ class TorchrunRanks:
     def __init__(self) -> None:
         device = None
         if ON_GPUS:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+            device = torch.device("cuda", index)
             torch.cuda.set_device(device)
-        self.backend = "nccl" if ON_GPUS else "gloo"
-        dist.init_process_group(self.backend, timeout=COLLECTIVE_TIMEOUT, device_id=device)
+        self.backend = "nccl" if ON_GPUS and not SHARE_GPUS else "gloo"
+        bound = device if self.backend == "nccl" else None
+        dist.init_process_group(self.backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
+        if SHARE_GPUS:
+            dist._coalescing_manager = _coalesce_nothing
+            self._on_host = _functional_collectives_on_the_host()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._bodies_run = 0
         self._store = dist.PrefixStore("outcomes", dist.group.WORLD.get_group_store())
@@ -153,6 +171,45 @@ class TorchrunRanks:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _coalesce_nothing(**_: Any) -> Iterator[Any]:
+    """For gloo, which cannot: Transformer Engine's gathers inside it are each waited for anyway."""
+    yield SimpleNamespace(wait=lambda: None)
+
+
+def _functional_collectives_on_the_host() -> torch.library.Library:
+    """For gloo, which crashes on CUDA tensors of the functional ones (PyTorch 2.11)."""
+
+    def group_of(name: str) -> dist.ProcessGroup:
+        return dist.distributed_c10d._resolve_process_group(name)
+
+    def all_gather(x: torch.Tensor, size: int, name: str) -> torch.Tensor:
+        parts = [torch.empty_like(x, device="cpu") for _ in range(size)]
+        dist.all_gather(parts, x.cpu().contiguous(), group_of(name))
+        return torch.cat(parts).to(x.device)
+
+    def all_reduce(x: torch.Tensor, op: str, name: str) -> torch.Tensor:
+        total = x.cpu().contiguous()
+        dist.all_reduce(total, getattr(dist.ReduceOp, op.upper()), group_of(name))
+        return total.to(x.device)
+
+    def reduce_scatter(x: torch.Tensor, op: str, size: int, name: str) -> torch.Tensor:
+        return all_reduce(x, op, name).chunk(size)[group_of(name).rank()].clone()
+
+    def all_to_all(x: torch.Tensor, outs: list[int], ins: list[int], name: str) -> torch.Tensor:
+        received = torch.empty(sum(outs), *x.shape[1:], dtype=x.dtype)
+        dist.all_to_all_single(received, x.cpu().contiguous(), outs, ins, group_of(name))
+        return received.to(x.device)
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", all_gather, "CUDA")
+    library.impl("all_reduce", all_reduce, "CUDA")
+    library.impl("reduce_scatter_tensor", reduce_scatter, "CUDA")
+    library.impl("all_to_all_single", all_to_all, "CUDA")
+    library.impl("wait_tensor", lambda x: x, "CUDA")
+    return library
 
 
 def _serve(rank: int, world_size: int, port: int, jobs: Any, answers: Any) -> None:
@@ -213,6 +270,9 @@ def _values_or_fail(outcomes: dict[int, Outcome], world_size: int) -> list[Any]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" in metafunc.fixturenames:
         sizes = (int(os.environ["WORLD_SIZE"]),) if UNDER_TORCHRUN else WORLD_SIZES
+        limit = metafunc.definition.get_closest_marker("max_ranks")
+        if limit is not None and not UNDER_TORCHRUN:
+            sizes = tuple(size for size in sizes if size <= limit.args[0])
         metafunc.parametrize(
             "ranks", sizes, indirect=True, scope="session", ids=lambda n: f"world{n}"
         )
@@ -238,6 +298,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "max_ranks(n): on at most n CPU ranks")
     if UNDER_TORCHRUN:  # the group is broken after a failed body: stop there, on every rank
         config.option.maxfail = config.option.maxfail or 1
     record = config.getoption("record")
@@ -272,6 +333,7 @@ class _Recorder:
             "failures": self._failures,
             "exit_status": int(exitstatus),
             "arguments": list(session.config.invocation_params.args),
+            "backend": _backend(),
             "world_sizes": [int(os.environ["WORLD_SIZE"])] if UNDER_TORCHRUN else WORLD_SIZES,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "versions": _versions(),
@@ -279,6 +341,10 @@ class _Recorder:
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(recorded, indent=2) + "\n")
+
+
+def _backend() -> str:
+    return "gloo, ranks share a GPU" if SHARE_GPUS else "nccl" if ON_GPUS else "gloo"
 
 
 def tree_id(root: Path) -> str:
@@ -291,10 +357,23 @@ def tree_id(root: Path) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    nccl = triton = None
+    nccl = cudnn = None
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    if "transformer_engine_torch" in sys.modules:  # the one that it loaded
+        cudnn = sys.modules["transformer_engine_torch"].get_cudnn_version()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl,
+        "triton": _installed("triton"),
+        "transformer_engine": _installed("transformer_engine"),
+        "cudnn_of_te": cudnn,
+    }
+
+
+def _installed(distribution: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        triton = importlib.metadata.version("triton")
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {**versions, "cuda": torch.version.cuda, "nccl": nccl, "triton": triton}
+        return importlib.metadata.version(distribution)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,9 +28,21 @@ from padded_sp import (
 )
 
 
+def ranks_share_a_gpu() -> bool:
+    """Whether collectives go over the host, as they do where there are fewer GPUs than ranks: then
+    they wait for the device, and no graph can hold them."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.cuda.is_available() and torch.cuda.device_count() < ranks
+
+
+needs_own_gpu = pytest.mark.skipif(
+    ranks_share_a_gpu(), reason="ranks that share a GPU communicate over the host, and wait for it"
+)
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where this rank's tensors live: its own GPU for NCCL, otherwise the CPU."""
-    if "nccl" in dist.get_backend(group):
+    """Where this rank's tensors live: its GPU under torchrun where there is one, else the CPU."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -40,6 +53,24 @@ def drawn(
     """Normal values of this shape, the same on every rank and on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(device_of(group), dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The same memory as integers, for which NaN equals NaN and -0.0 is not 0.0."""
+    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(by_size[x.dtype.itemsize])
+
+
+def extremes(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Infinities, NaNs of several payloads, -0.0 and subnormals, on CPU: what arithmetic, be it
+    ``x + 0 * x``, would not leave as it is."""
+    infinity = bits(torch.tensor([float("inf")]).to(dtype))
+    patterns = torch.cat([infinity + i for i in range(4)] + [infinity * 0 + i for i in range(3)])
+    sign = bits(torch.tensor([-1.0]).to(dtype)) ^ bits(torch.tensor([1.0]).to(dtype))
+    patterns = torch.cat([patterns, patterns ^ sign])
+    generator = torch.Generator().manual_seed(seed)
+    drawn = patterns[torch.randint(len(patterns), shape, generator=generator)]
+    return drawn.view(dtype)
 
 
 def part(tensor: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layouts import lengths
 
 from padded_sp import AlignPolicy, PaddedSeqMeta
-from padded_sp.alignment import RECIPES, Plan
+from padded_sp.alignment import RECIPES, Plan, check_features, travels_as_fp8
 
 PLACEMENTS = ("tail", "own_entry", "each_sequence")
 
@@ -101,9 +101,12 @@ def test_check_allows_exactly_the_legal_layouts(seq_lens, policy):
     meta = PaddedSeqMeta.from_seq_lens(seq_lens, padded_lens=seq_lens)
     if is_legal(policy, seq_lens):
         policy.check(meta)
+        assert policy.problem(meta) == ""
     else:
-        with pytest.raises(ValueError, match=policy.recipe):
+        with pytest.raises(ValueError, match=policy.recipe) as error:
             policy.check(meta)
+        assert policy.problem(meta)
+        assert str(error.value).startswith(policy.problem(meta))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_illegal_lengths_raise(seq_lens, message):
 @pytest.mark.parametrize(
     ("policy", "padded_lens", "message"),
     [
-        (AlignPolicy(tp_size=2), [7], "7 rows do not divide over tp 2 x cp 1"),
+        (AlignPolicy(tp_size=2), [7], "^bf16 at tp 2, cp 1: 7 rows do not divide over tp 2 x cp 1"),
         (AlignPolicy("fp8_current", 2), [24], r"12 rows per rank \(of 24\) .* of 8: FP8 GEMMs"),
         (AlignPolicy("fp8_current"), [24], r"24 rows are no multiple of 16: .* T % 16"),
         (AlignPolicy("fp8_blockwise", 2), [272], r"136 rows per rank .* 256 rows \(16 .* fp8_wire"),
@@ -260,3 +263,47 @@ def test_check_of_a_capacity_takes_the_rows_alone():
     AlignPolicy("fp8_delayed", 2).check(meta)
     with pytest.raises(ValueError, match="24 rows per rank"):
         AlignPolicy("mxfp8", 2).check(meta)
+
+
+# ---- what layers ask at every call --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_check_looks_at_no_sequence_where_none_has_a_multiple(recipe, monkeypatch):
+    policy = AlignPolicy(recipe, 2)
+    meta = PaddedSeqMeta.from_seq_lens([7] * 256, policy)
+    monkeypatch.delattr(PaddedSeqMeta.__mro__[1], "padded_lens")
+    policy.check(meta)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "features"),
+    [("bf16", 1), ("fp8_delayed", 16), ("fp8_current", 16), ("fp8_blockwise", 16), ("mxfp8", 32)],
+)
+def test_gemms_take_features_by_recipe(recipe, features):
+    check_features(recipe, features, 3 * features)
+    if recipe == "bf16":
+        return
+    message = f"^{recipe} GEMMs need multiples of {features} features, got {{}} in and {{}} out on "
+    for sizes in ((features // 2, 256), (256, features + 8)):
+        with pytest.raises(ValueError, match=message.format(*sizes)):
+            check_features(recipe, *sizes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "features", "tp_size", "travels"),
+    [
+        ("fp8_blockwise", 512, 256, 4, True),
+        ("fp8_blockwise", 512, 192, 4, False),  # features: half a block
+        ("fp8_blockwise", 320, 256, 4, False),  # 80 rows per rank
+        ("fp8_blockwise", 512, 256, 3, False),  # no equal shards
+        ("fp8_blockwise", 48, 16, 1, True),
+        ("fp8_current", 48, 48, 2, True),
+        ("fp8_delayed", 40, 48, 2, False),
+        ("mxfp8", 64, 32, 2, True),
+        ("mxfp8", 96, 32, 2, False),
+        ("bf16", 512, 256, 2, False),
+    ],
+)
+def test_what_travels_as_fp8(recipe, rows, features, tp_size, travels):
+    assert travels_as_fp8(recipe, rows, features, tp_size) is travels

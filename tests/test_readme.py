@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import padded_sp
 
 ROOT = Path(__file__).parent.parent
@@ -28,8 +30,10 @@ def test_it_shows_the_example_as_it_is():
 def test_the_other_python_runs():
     namespace: dict[str, object] = {}
     shown = blocks("python")[1:]
-    assert len(shown) == 2
+    assert len(shown) == 3
     for block in shown:
+        if not torch.cuda.is_available():  # the tests' double of Transformer Engine needs none
+            block = block.replace('"cuda"', '"cpu"')
         exec(compile(block, "README.md", "exec"), namespace)
 
 

@@ -305,6 +305,98 @@ def test_a_hidden_parameter_must_be_named(meta):
         assert_padding_inert(hidden, rows(meta, H), meta)
 
 
+# ---- what would prove nothing -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [assert_padding_inert, assert_packing_equivalent])
+@pytest.mark.parametrize("returned", [None, (), [{}, (None, "text")]], ids=repr)
+def test_nothing_to_compare(check, returned, meta):
+    with pytest.raises(ValueError, match="the function returned no tensor to compare: return what"):
+        check(lambda x: returned, rows(meta, H), meta)
+
+
+def test_objects_that_hide_tensors(meta):
+    class Output:
+        def __init__(self, y: Tensor) -> None:
+            self.y = y
+
+    with pytest.raises(ValueError, match=r"output\[1\] is a Output, whose tensors would go unseen"):
+        assert_padding_inert(lambda x: (x, Output(x)), rows(meta, H), meta)
+
+
+@pytest.mark.parametrize("poisons", [(), [0.0, 0]])
+def test_no_poison(poisons, meta):
+    with pytest.raises(ValueError, match="puts nothing but 0 into pad rows"):
+        assert_padding_inert(RMSNorm(H), rows(meta, H), meta, poisons=poisons)
+
+
+def count(ids: Tensor, meta: PaddedSeqMeta) -> int:
+    return int(ids.masked_fill(meta.padding_mask, 0).sum())
+
+
+def test_no_gradient_where_there_should_be_one(meta):
+    norm = RMSNorm(H)
+
+    def own_backward(x: Tensor) -> Tensor:
+        y = norm(x)
+        torch.autograd.grad(y.sum(), norm.weight)
+        return y.detach()
+
+    message = "no gradient came of output: nothing is known of backward. Return tensors before"
+    for fn in (own_backward, lambda x: norm(x).argmax(1), lambda x: len(x)):
+        with pytest.raises(ValueError, match=message):
+            assert_padding_inert(fn, rows(meta, H), meta)
+        assert_padding_inert(fn, rows(meta, H), meta, backward=False)
+    with pytest.raises(ValueError, match=message):
+        assert_packing_equivalent(own_backward, rows(meta, H), meta)
+    assert_packing_equivalent(own_backward, rows(meta, H), meta, backward=False)
+    assert_padding_inert(count, torch.arange(meta.num_rows), meta)  # integers have no gradient
+
+
+def test_numbers_are_compared(meta):
+    with pytest.raises(AssertionError, match=r"output\['sum'\] at \(\) is 48 with 0 .*, 118 with"):
+        assert_padding_inert(lambda ids: {"sum": int(ids.sum())}, torch.arange(meta.num_rows), meta)
+    with pytest.raises(AssertionError, match=r"output at \(\) is \S+ with 0 .*, nan with nan"):
+        assert_padding_inert(lambda x: float(x.detach().sum()), rows(meta, H), meta)
+
+
+# ---- dtypes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_rows(dtype, meta):
+    x = rows(meta, H, 2).to(dtype.to_real())
+    z = torch.view_as_complex(x)
+
+    def turned(z: Tensor, meta: PaddedSeqMeta) -> Tensor:
+        return zero_padding(z * 1j, meta)
+
+    assert_padding_inert(turned, z, meta)
+    assert_packing_equivalent(turned, z, meta)
+    with pytest.raises(
+        AssertionError, match=r"output, row 3 \(pad, .*\), at \(3, 0, 0\) is nan with nan in pad"
+    ):
+        assert_padding_inert(lambda z: z * 1j, z, meta)
+
+    def imaginary(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
+        """Real rows take an imaginary part from the last row, a pad."""
+        return zero_padding(torch.complex(x, x[-1].detach().expand_as(x)), meta)
+
+    with pytest.raises(
+        AssertionError, match=r"output, row 0 \(token, .*\), at \(0, 0, 1\) is 0 with 0 in pad rows"
+    ):
+        assert_padding_inert(imaginary, x[..., 0].contiguous(), meta, poisons=[1e4])
+    with pytest.raises(AssertionError, match=r"output at \(\) is \S+ with 0 .*, \S+ with 10000"):
+        assert_padding_inert(lambda z: z.detach().imag.sum(), z, meta, poisons=[1e4])
+
+
+def test_integer_rows_of_several_columns(meta):
+    ids = torch.arange(2 * meta.num_rows).view(-1, 2)
+    assert_padding_inert(lambda ids, meta: zero_padding(ids, meta), ids, meta)
+    with pytest.raises(AssertionError, match=r"output at \(\) is \S+ with 0 .*, \S+ with nan"):
+        assert_padding_inert(lambda ids: ids.sum(), ids, meta)
+
+
 # ---- manners ------------------------------------------------------------------------------------
 
 

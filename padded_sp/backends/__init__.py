@@ -9,12 +9,32 @@ was asked for runs, or raises.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
+# Names -> modules with ``dot_product_attention``.
 ATTENTION = {
     "torch": "padded_sp.backends.torch_attention",
+    "te": "padded_sp.backends.te_attention",
 }
+
+# Names -> what computes a linear; "te" has a module of its own inside the layer.
+LINEAR = {
+    "torch": "padded_sp.backends.torch_linear",
+    "te": "padded_sp.backends.te_linear",
+}
+
+
+def surrounding_fp8_recipe() -> Any | None:
+    """The recipe object of a Transformer Engine autocast that is on; None outside of one.
+
+    Whoever is inside one has imported Transformer Engine, so that nothing is imported here for it.
+    """
+    if "transformer_engine.pytorch" not in sys.modules:
+        return None
+    return import_module("padded_sp.backends.te").fp8_recipe()
 
 
 def load(backends: dict[str, str], name: str) -> ModuleType:

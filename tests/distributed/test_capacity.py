@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from rank_helpers import device_of
+from rank_helpers import device_of, needs_own_gpu
 
 from padded_sp import PaddedSeqMeta
 from padded_sp.attention import DotProductAttention
@@ -123,6 +123,7 @@ def replays_serve_other_packs(group):
     assert len({tuple(m.cu_seqlens.tolist()) for m in metas}) == len(metas)
 
 
+@needs_own_gpu
 def test_replays_serve_other_packs(ranks):
     ranks.run(replays_serve_other_packs)
 

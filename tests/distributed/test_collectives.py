@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import comm_counts, device_of
+from rank_helpers import bits, comm_counts, device_of, extremes
 from torch.distributed.tensor.debug import CommDebugMode
 
 from padded_sp.collectives import (
@@ -96,6 +96,44 @@ def test_all_to_all_moves_every_bit(ranks, rows, dtype):
 @pytest.mark.parametrize("rows", [0, 3])
 def test_sums_and_maxima_are_exact_on_small_integers(ranks, rows, dtype):
     ranks.run(reduces, rows=rows, dtype=dtype)
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def moves_extremes(group, dtype):
+    rank, size, device = dist.get_rank(group), dist.get_world_size(group), device_of(group)
+    xs = [extremes(2 * size, 50, dtype=dtype, seed=r) for r in range(size)]
+    x = xs[rank].to(device)
+    full = all_gather_rows(x, group_name(group), size)
+    assert torch.equal(bits(full.cpu()), bits(torch.cat(xs)))
+    received = all_to_all_rows(x, group_name(group), size)
+    blocks = [x.chunk(size)[rank] for x in xs]
+    assert torch.equal(bits(received.cpu()), bits(torch.cat(blocks)))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_infinities_and_nans_are_moved_bit_by_bit(ranks, dtype):
+    ranks.run(moves_extremes, dtype=dtype)
+
+
+def sums_infinities(group, dtype):
+    """Each row has one rank's infinities and NaN; the other ranks add 0."""
+    rank, size, device = dist.get_rank(group), dist.get_world_size(group), device_of(group)
+    infinite = torch.tensor([float("inf"), float("-inf"), 1.0], dtype=dtype)
+    values = torch.cat([infinite, torch.full((1,), float("nan"), dtype=dtype)])
+    terms = torch.zeros(size, 4, dtype=dtype)
+    terms[(rank + 1) % size] = values
+    shard = reduce_scatter_rows(terms.to(device), group_name(group), size).cpu()
+    summed = all_reduce(terms.to(device), group_name(group), size).cpu()
+    for rows in (shard, summed):
+        assert torch.equal(bits(rows[:, :3]), bits(infinite.expand(len(rows), 3)))
+        assert rows[:, 3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sums_keep_infinities_and_nans(ranks, dtype):
+    ranks.run(sums_infinities, dtype=dtype)
 
 
 def takes_strided_input(group):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import comm_counts, device_of
+from rank_helpers import bits, comm_counts, device_of, extremes
 from torch.distributed.tensor.debug import CommDebugMode
 
 import padded_sp.mappings as mappings
@@ -194,6 +194,36 @@ def test_values_gradients_and_collectives(ranks, which, dtype):
 @pytest.mark.parametrize("which", MAPPINGS)
 def test_with_dims_in_the_middle(ranks, which):
     ranks.run(maps_both_ways, which=which, dtype=torch.float32, middle=(1, 2))
+
+
+def maps_extremes(group, which, dtype):
+    """The formulas are of bits: a sum has one rank's infinity there, and zeros of the others."""
+    mapping, layout, forward, backward, *_ = MAPPINGS[which]
+    rank, size, device = dist.get_rank(group), dist.get_world_size(group), device_of(group)
+    meta = meta_on(group)
+
+    def drawn(shape, sums, seed):
+        if not sums:
+            return [extremes(*shape, dtype=dtype, seed=seed + r) for r in range(size)]
+        owner = torch.arange(shape.numel()).reshape(shape) % (size + 1)
+        infinity = torch.full((), float("-inf"), dtype=dtype)
+        return [torch.where(owner == r, infinity, 0) for r in range(size)]
+
+    xs = drawn(torch.Size(input_shape(layout, meta, size)), which in SUMS_FORWARD, 0)
+    ys = forward([bits(x) for x in xs], size)
+    gradients = drawn(ys[rank].shape, which in SUMS_BACKWARD, size)
+    x = xs[rank].to(device).requires_grad_()
+    y = mapping(x, meta, group)
+    y.backward(gradients[rank].to(device))
+    assert torch.equal(bits(y.detach().cpu()), ys[rank])
+    expected = backward([bits(g) for g in gradients], size)[rank]
+    assert torch.equal(bits(x.grad.cpu()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", MAPPINGS)
+def test_infinities_and_nans_pass_unchanged(ranks, which, dtype):
+    ranks.run(maps_extremes, which=which, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

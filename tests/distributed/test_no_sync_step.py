@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_helpers import EveryLayer, device_of, forbid_host_reads
+from rank_helpers import EveryLayer, device_of, forbid_host_reads, needs_own_gpu
 
 from padded_sp import AlignPolicy, PaddedSeqMeta, pad, reduce_replicated_gradients, unpad
 
@@ -34,6 +34,7 @@ def step_body(group, recipe, seq_lens, dtype):
     return all(p.grad.isfinite().all().item() for p in model.parameters())
 
 
+@needs_own_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", PACKS)
 def test_a_step_reads_nothing(ranks, recipe, dtype):

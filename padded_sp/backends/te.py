@@ -1,0 +1,133 @@
+"""Transformer Engine as the other ``te_*`` modules see it: its names, versions and recipes.
+
+Every difference between versions is here, with its reason; ``te_state`` has those of its global
+state. Imported when a layer first asks for backend "te", never with ``padded_sp`` itself.
+"""
+
+# Not installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+try:
+    import transformer_engine
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch import quantization
+except ImportError as error:
+    raise ImportError(
+        f"backend 'te' needs Transformer Engine with its PyTorch extension ({error}): "
+        "python -m pip install 'padded_sp[te]'"
+    ) from error
+
+__all__ = ["FP8GlobalStateManager", "recipes", "te", "tex"]
+
+FP8GlobalStateManager: Any = quantization.FP8GlobalStateManager
+
+Version = tuple[int, int, int]
+
+
+def _parsed(version: str) -> Version:
+    major, minor, patch = [*map(int, re.findall(r"\d+", version)), 0, 0][:3]
+    return major, minor, patch
+
+
+#: Of Transformer Engine, e.g. (2, 20, 2).
+VERSION: Version = _parsed(transformer_engine.__version__)
+
+# A gather of blockwise FP8 whose rows or features are no multiple of 128 asserts before 2.14; from
+# then on Transformer Engine gathers in high precision by itself.
+GATHERS_UNALIGNED_BLOCKS = VERSION >= (2, 14, 0)
+
+# The Unfused attention backend returns packed output without its pad rows up to 2.15.
+UNFUSED_DROPS_PADS = VERSION < (2, 16, 0)
+
+
+def cudnn_version() -> Version:
+    """Of the cuDNN that Transformer Engine really loaded, which may not be PyTorch's."""
+    number = tex.get_cudnn_version()
+    # 9.19.0 reads 91900; before cuDNN 9 the major number stood one place lower: 8.9.7 reads 8907.
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
+    return major, rest // 100, rest % 100
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+# The predicate of a recipe object -> our name. NVFP4 and custom recipes have no rules here.
+_NAMES = {
+    "delayed": "fp8_delayed",
+    "float8_current_scaling": "fp8_current",
+    "float8_block_scaling": "fp8_blockwise",
+    "mxfp8": "mxfp8",
+}
+_CLASSES = {
+    "fp8_delayed": "DelayedScaling",
+    "fp8_current": "Float8CurrentScaling",
+    "fp8_blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
+
+
+def fp8_recipe() -> Any | None:
+    """The recipe of the surrounding Transformer Engine autocast; None outside of one."""
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return None
+    return FP8GlobalStateManager.get_fp8_recipe()
+
+
+def fp8_group() -> Any | None:
+    """The ranks over which that autocast reduces amax; None: all ranks."""
+    return FP8GlobalStateManager.get_fp8_group()
+
+
+def recipe_name(recipe: Any | None) -> str:
+    """The key of ``alignment.RECIPES`` that a recipe goes by; "bf16" for None.
+
+    Raises: ValueError: a recipe that has none.
+    """
+    if recipe is None:
+        return "bf16"
+    for predicate, name in _NAMES.items():
+        if getattr(recipe, predicate)():
+            return name
+    raise ValueError(
+        f"padded_sp has no rules for the recipe {type(recipe).__name__}; use one of "
+        f"{', '.join(_CLASSES.values())}"
+    )
+
+
+def make_recipe(name: str, **options: Any) -> Any | None:
+    """Transformer Engine's recipe object for a key of ``alignment.RECIPES``; None for "bf16"."""
+    if name == "bf16":
+        return None
+    if name not in _CLASSES:
+        raise ValueError(f"unknown recipe {name!r}; known: bf16, {', '.join(_CLASSES)}")
+    return getattr(recipes, _CLASSES[name])(**options)
+
+
+def unavailable(name: str) -> str:
+    """Why this GPU cannot run the recipe of that name; empty where it can."""
+    manager = FP8GlobalStateManager
+    checks = {
+        "fp8_delayed": manager.is_fp8_available,
+        "fp8_current": manager.is_fp8_available,
+        "fp8_blockwise": manager.is_fp8_block_scaling_available,
+        "mxfp8": manager.is_mxfp8_available,
+    }
+    if name not in checks:
+        return ""
+    available, reason = checks[name]()
+    return "" if available else reason or f"{name} is not available on this GPU"
+
+
+def autocast(recipe: Any | None, group: Any | None = None) -> Any:
+    """Transformer Engine's autocast for a recipe object; with None, one that disables FP8.
+
+    Both supported ends have ``te.autocast``; ``te.fp8_autocast`` is the same state by an older name
+    that warns.
+    """
+    return te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group)

@@ -1,0 +1,233 @@
+"""The parallel linears by Transformer Engine: ``te.Linear`` and ``te.LayerNormLinear``, held.
+
+One of our layers holds one of these modules as a child and shares its parameters with it, so that
+names, layouts and state dicts are Transformer Engine's, and so that whoever looks for Transformer
+Engine's modules (``te.checkpoint``, FSDP) finds one. Pad rows are the caller's business.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from padded_sp import mappings
+from padded_sp.backends.te import (
+    GATHERS_UNALIGNED_BLOCKS,
+    FP8GlobalStateManager,
+    fp8_group,
+    recipe_name,
+    te,
+)
+from padded_sp.collectives import contains_ranks, group_rank, group_size
+from padded_sp.meta import PaddedSeqMeta
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+# Numbers are proved on this machine before a layer trusts them; see ``padded_sp.verify``.
+NEEDS_PROOF = True
+
+_log = logging.getLogger("padded_sp")
+
+
+def leave_undrawn(tensor: Tensor) -> None:
+    """The initialisation of what the layer draws by itself."""
+
+
+class _Held:
+    """A module of Transformer Engine inside a layer that holds its parameters and its state."""
+
+    __dict__: dict[str, Any]
+    fp8_meta: dict[str, Any]
+    quantizers: dict[str, list[Any]]
+    param_init_meta: dict[str, Any]
+    init_fp8_meta_tensors: Any
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        """Nothing: the layer that holds the module writes its parameters and its extra state."""
+        return OrderedDict() if destination is None else destination
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Nothing: the layer loads them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without process groups, and without what exists once a process: amax buffers know
+        modules by their place. Delayed scaling's scales and amax histories travel along."""
+        meta = self.fp8_meta
+        plain = {name: x for name, x in meta.items() if isinstance(x, (bool, int, float, str))}
+        states = {name: meta[name] for name in self.quantizers if name in meta}
+        histories = {
+            name: (state.scale, state.amax_history)
+            for name, state in states.items()
+            if hasattr(state, "amax_history")
+        }
+        return self.__dict__ | {
+            "tp_group": None,
+            # Without a recipe there is no extra state to ask for.
+            "fp8": False,
+            "fp8_calibration": False,
+            "fp8_meta": plain | {"fp8_group": None, "fp8_checkpoint": bool(histories)},
+            "fp8_meta_tensors_initialized": False,
+            "fp8_initialized": False,
+            "quantizers": {name: [] for name in self.quantizers},
+            "_fp8_workspaces": {},
+            "param_init_meta": self._picklable_init(),
+            "_histories": (meta["recipe"], histories) if histories else None,
+        }
+
+    def _picklable_init(self) -> dict[str, Any]:
+        """How parameters are initialised, without Transformer Engine's local functions: constants
+        of norms and biases, which the layer draws by itself."""
+        inits = {name: copy.copy(meta) for name, meta in self.param_init_meta.items()}
+        for meta in inits.values():
+            if "<locals>" in getattr(meta.init_fn, "__qualname__", ""):
+                meta.init_fn = leave_undrawn
+        return inits
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = state.pop("_histories")
+        super().__setstate__(state)  # pyright: ignore
+        if kept is not None:  # as Transformer Engine's set_extra_state does
+            self.fp8_meta["recipe"], histories = kept
+            self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
+            for name, (scale, amax_history) in histories.items():
+                self.fp8_meta[name].scale.copy_(scale)
+                self.fp8_meta[name].amax_history.copy_(amax_history)
+
+
+class HeldLinear(_Held, te.Linear):
+    """``te.Linear`` inside a ColumnParallelLinear or RowParallelLinear."""
+
+
+class HeldLayerNormLinear(_Held, te.LayerNormLinear):
+    """``te.LayerNormLinear`` inside a LayerNormColumnParallelLinear."""
+
+
+def make(*, layer_norm: dict[str, Any] | None, **arguments: Any) -> Any:
+    """The module that a layer holds. Arguments are Transformer Engine's.
+
+    ``layer_norm``: None for a plain linear; else what te.LayerNormLinear takes beyond one.
+    ``rng_tracker_name``: te.LayerNormLinear takes none; the tracker's default is used there.
+    """
+    if layer_norm is None:
+        return HeldLinear(**arguments)
+    del arguments["rng_tracker_name"]
+    return HeldLayerNormLinear(**arguments, **layer_norm)
+
+
+def builds_fp8_weights() -> bool:
+    """Whether te.fp8_model_init surrounds the call: weights built now are quantised themselves."""
+    return FP8GlobalStateManager.with_fp8_parameters()
+
+
+def recipe_for(recipe: Any, tp_group: ProcessGroup | None) -> str:
+    """The name of a recipe object for a linear whose rows are divided over ``tp_group``.
+
+    Raises: ValueError: no rules for the recipe; delayed scaling whose amax is not reduced over all
+        ranks of the group, which would quantise one gathered tensor by several scales.
+    """
+    name = recipe_name(recipe)
+    if name == "fp8_delayed" and group_size(tp_group) > 1:
+        if not recipe.reduce_amax:
+            raise ValueError(
+                "delayed scaling under sequence parallelism needs DelayedScaling(reduce_amax=True)"
+            )
+        reduced_over = fp8_group()
+        if reduced_over is not None and not contains_ranks(reduced_over, tp_group):
+            raise ValueError(
+                "delayed scaling under sequence parallelism reduces amax over a group that has not "
+                "all ranks of tp_group: pass one that has to te.autocast(amax_reduction_group=)"
+            )
+    return name
+
+
+def run(
+    module: Any,
+    x: Tensor,
+    meta: PaddedSeqMeta,
+    tp_group: ProcessGroup | None,
+    *,
+    is_first_microbatch: bool | None,
+    unaligned_blocks: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, the bias to return and the normalised x to return, as the module was built to.
+
+    Shapes and communication as ``torch_linear``; FP8 gathers travel as FP8, but for
+    ``unaligned_blocks``: under blockwise scaling, blocks of 128 would straddle ranks.
+    """
+    if unaligned_blocks:
+        _report_wide_gather()
+        if not GATHERS_UNALIGNED_BLOCKS:
+            return _run_between_our_collectives(module, x, meta, tp_group, is_first_microbatch)
+    y, bias, normed = _call(module, x, is_first_microbatch)
+    return _own(y), bias, None if normed is None else _own(normed)
+
+
+def _call(
+    module: Any, x: Tensor, is_first_microbatch: bool | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    returned = module(x, is_first_microbatch=is_first_microbatch)
+    y, *rest = returned if isinstance(returned, tuple) else (returned,)
+    bias = rest.pop(0) if module.return_bias else None
+    return y, bias, rest.pop(0) if rest else None
+
+
+def _own(y: Tensor) -> Tensor:
+    """Not a view, which the output of a Transformer Engine module may be: hooks that a layer puts
+    on it would miss the gradient once a caller goes on in place."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
+def _run_between_our_collectives(
+    module: Any,
+    x: Tensor,
+    meta: PaddedSeqMeta,
+    tp_group: ProcessGroup | None,
+    is_first_microbatch: bool | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``run`` where this version cannot gather: the module sees all rows and sends nothing."""
+    if module.parallel_mode == "column":
+        x_full = mappings.gather_from_sequence_parallel_region(x, meta, tp_group)
+        with _without_communication(module):
+            y, bias, normed = _call(module, x_full, is_first_microbatch)
+        if normed is not None:
+            # By a slice, not a mapping: this rank's rows bring this rank's term of the gradient.
+            normed = _own(meta.shard(normed, group_rank(tp_group), module.tp_size))
+        return _own(y), bias, normed
+    with _without_communication(module):
+        partial, _, _ = _call(module, x, is_first_microbatch)
+    y = mappings.reduce_scatter_to_sequence_parallel_region(partial, meta, tp_group)
+    bias = module.bias.to(y.dtype) if module.use_bias else None
+    if module.return_bias:
+        return y, bias, None
+    return (y if bias is None else y + bias), None, None
+
+
+@contextmanager
+def _without_communication(module: Any) -> Iterator[None]:
+    """Makes it one rank's linear for a call; backward keeps what it was called with."""
+    changed: dict[str, Any] = {"parallel_mode": None, "sequence_parallel": False}
+    if module.parallel_mode == "row":  # its bias is added once, to the sum
+        changed |= {"return_bias": False, "apply_bias": False, "gemm_bias_unfused_add": False}
+    before = {name: module.__dict__[name] for name in changed}
+    module.__dict__.update(changed)
+    try:
+        yield
+    finally:
+        module.__dict__.update(before)
+
+
+@functools.cache
+def _report_wide_gather() -> None:
+    _log.warning(
+        "blockwise FP8: a rank's rows or features are no multiple of 128, so gathers travel in "
+        'BF16; AlignPolicy("fp8_blockwise", tp_size) plans rows that travel as FP8'
+    )

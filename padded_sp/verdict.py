@@ -1,0 +1,121 @@
+"""``Verdict``: what a numeric check found, and how the ranks of a group come to share one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from padded_sp.agreement import ranks_phrase
+from padded_sp.collectives import exchange_on_host, group_size
+
+if TYPE_CHECKING:
+    from padded_sp.collectives import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The figures of one check beside what they may be.
+
+    Attributes:
+        subject: what was checked, in words; the same on every rank.
+        passed: every figure is within its limit.
+        figures: relative errors against float64 by name ("output", "grad_q", ...), and "pads", the
+            largest absolute value in a pad row. inf for NaN. Empty where the check could not run.
+        limits: the largest that each figure may be.
+        reason: why the check could not run, or on which ranks it failed; else empty.
+    """
+
+    subject: str
+    passed: bool
+    figures: dict[str, float]
+    limits: dict[str, float]
+    reason: str = ""
+
+    @property
+    def too_large(self) -> dict[str, float]:
+        """The figures above their limits."""
+        limits = self.limits
+        return {name: x for name, x in self.figures.items() if x > limits.get(name, x)}
+
+    def __str__(self) -> str:
+        wrong = self.too_large
+        parts = [f"{name} {x:.2g} (at most {self.limits[name]:.2g})" for name, x in wrong.items()]
+        parts += [f"{name} {x:.2g}" for name, x in self.figures.items() if name not in wrong]
+        return f"{self.subject}: {'; '.join(filter(None, [', '.join(parts), self.reason]))}"
+
+
+# What this process found, by key; and what the ranks of a group agreed on, which a process that
+# found its own verdict earlier must still do.
+_found: dict[Hashable, Verdict] = {}
+_agreed: WeakKeyDictionary[ProcessGroup, dict[Hashable, Verdict]] = WeakKeyDictionary()
+
+
+def agreed(check: Callable[[], Verdict], key: Hashable, tp_group: ProcessGroup | None) -> Verdict:
+    """The worst of the ranks' verdicts, the same one on every rank of ``tp_group``.
+
+    ``check`` runs once per process and key; the ranks compare once per key and group. Every rank
+    calls it, in the same order. If one rank fails, it fails on all, and says where.
+
+    Communicates a few hundred bytes per rank through the group's store, on the host alone; nothing
+    for None, for one rank, or for what was compared before.
+
+    Raises:
+        ValueError: under CUDA graph capture; ranks that check different things.
+        RuntimeError: a rank did not make this call within the group's timeout; names it.
+        Exception: whatever ``check`` raises. The other ranks get a failing verdict with it.
+    """
+    refuse_capture()
+    known = _found if tp_group is None else _agreed.setdefault(tp_group, {})
+    if key in known:
+        return known[key]
+    raised = None
+    if key not in _found:
+        try:
+            _found[key] = check()
+        except Exception as error:
+            raised = error
+    mine = _found.get(key) or Verdict("", False, {}, {}, f"{type(raised).__name__}: {raised}")
+    if tp_group is not None and group_size(tp_group) > 1:
+        texts = exchange_on_host("verify", json.dumps(asdict(mine)), tp_group)
+        mine = _worst([Verdict(**json.loads(text)) for text in texts])
+    if raised is not None:
+        raise raised
+    known[key] = mine
+    return mine
+
+
+def refuse_capture() -> None:
+    """Raises ValueError while a CUDA graph is captured: a check reads the device."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a layer cannot check its backend's numbers while a CUDA graph is captured: call its "
+            "prepare() before the capture, or PADDED_SP_VERIFY=0 turns the check off"
+        )
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """One for all ranks, made from theirs in rank order."""
+    subjects = sorted({verdict.subject for verdict in verdicts} - {""})
+    if len(subjects) > 1:
+        raise ValueError(
+            f"the ranks check different layers: {'; '.join(subjects)}. Every rank of a group "
+            "builds and calls the same layers in the same order"
+        )
+    figures: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    for verdict in verdicts:
+        limits |= verdict.limits
+        for name, x in verdict.figures.items():
+            figures[name] = max(x, figures.get(name, x))
+    failed = [rank for rank, verdict in enumerate(verdicts) if not verdict.passed]
+    if not failed:
+        return Verdict(subjects[0], True, figures, limits)
+    reason = f"on {ranks_phrase(failed)} of {len(verdicts)}"
+    if why := next((verdicts[rank].reason for rank in failed if verdicts[rank].reason), ""):
+        reason += f": {why}"
+    return Verdict("".join(subjects), False, figures, limits, reason)

@@ -1,0 +1,1 @@
+"""What the double's frameworks share: recipes."""

@@ -1,0 +1,157 @@
+"""``DotProductAttention`` on packed input: every row against every row, under a mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_engine import VERSION
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+# What pad rows of O, dQ, dK and dV hold: 0 by cuDNN, anything by FlashAttention. Tests set it.
+PAD_ROWS = 0.0
+
+_NO_BACKEND = (
+    "No dot product attention backend is available for the provided inputs. Please run with "
+    "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to find out the reasons for disabling all backends."
+)
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """O = softmax(Q K^T scale) V, of each sequence by itself."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(name)
+        sizes = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = sizes
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        assert num_attention_heads % groups == 0
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(sizes[0])
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_kv: Any = None,
+        cu_seqlens_q_padded: Any = None,
+        cu_seqlens_kv_padded: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        pad_between_seqs: bool | None = None,
+        **others: Any,
+    ) -> Tensor:
+        mask_type = attn_mask_type or self.attn_mask_type
+        assert (qkv_format or self.qkv_format) == "thd", "the double knows packed input only"
+        assert mask_type.startswith("padding"), (
+            "With qkv_format=thd, attn_mask_type must be padding or padding_causal!"
+        )
+        padded_q, padded_kv = cu_seqlens_q_padded, cu_seqlens_kv_padded
+        if not pad_between_seqs:  # the real boundaries are then taken for the layout
+            padded_q, padded_kv = cu_seqlens_q, cu_seqlens_kv
+        q = _Rows(query_layer, cu_seqlens_q, padded_q)
+        kv = _Rows(key_layer, cu_seqlens_kv, padded_kv)
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        if FP8GlobalStateManager.is_fp8_enabled() and (recipe.fp8_dpa or recipe.fp8_mha):
+            raise ValueError(_NO_BACKEND)
+        sizes = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        supported = query_layer.dtype in (torch.float16, torch.bfloat16) and all(
+            size % 8 == 0 and size <= 256 for size in sizes
+        )
+        if not supported and VERSION >= (2, 16, 0):
+            raise ValueError(_NO_BACKEND)
+        out = self._attend(
+            *_LeavePads.apply(query_layer, key_layer, value_layer, q.is_real, kv.is_real),
+            q,
+            kv,
+            window_size or self.window_size or (-1, -1),
+            mask_type,
+        )
+        if not supported:  # by the Unfused backend of those versions, without the pad rows
+            return out[q.is_real].flatten(1)
+        out = out.masked_fill(~q.is_real[:, None, None], PAD_ROWS)
+        return out.view(len(out), -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows_q: Any, rows_kv: Any, window: Any,
+                mask_type: str) -> Tensor:  # fmt: skip
+        """[rows, heads, size], in float32 inside; dense, so that no length is read."""
+        dtype, q = q.dtype, q.float().masked_fill(~rows_q.is_real[:, None, None], 0)
+        k, v = (t.float().masked_fill(~rows_kv.is_real[:, None, None], 0) for t in (k, v))
+        repeats = self.num_attention_heads // self.num_gqa_groups
+        k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+        distance = rows_kv.position[None] - rows_q.position[:, None]
+        if "bottom_right" in mask_type:
+            distance = distance - (rows_kv.length[None] - rows_q.length[:, None])
+        allowed = rows_q.is_real[:, None] & rows_kv.is_real[None]
+        allowed = allowed & (rows_q.sequence[:, None] == rows_kv.sequence[None])
+        left, right = window
+        right = 0 if "causal" in mask_type else right
+        if left >= 0:
+            allowed = allowed & (distance >= -left)
+        if right >= 0:
+            allowed = allowed & (distance <= right)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.softmax_scale
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1).masked_fill(~allowed, 0)
+        weights = F.dropout(weights, self.attention_dropout, self.training)
+        return torch.einsum("hqk,khd->qhd", weights, v).to(dtype)
+
+
+class _Rows:
+    """Of each row: its sequence, its position there, whether it is real, the sequence's length."""
+
+    def __init__(self, x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> None:
+        row = torch.arange(len(x), device=x.device)
+        sequence = torch.searchsorted(cu_seqlens_padded, row, right=True) - 1
+        self.sequence = sequence.clamp(0, len(cu_seqlens) - 2)
+        self.position = row - cu_seqlens_padded[self.sequence]
+        self.length = (cu_seqlens[1:] - cu_seqlens[:-1])[self.sequence]
+        self.is_real = self.position < self.length
+
+
+class _LeavePads(torch.autograd.Function):
+    """Puts into the pad rows of gradients what a kernel might leave there."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, real_q: Tensor, real_kv: Tensor) -> Any:
+        ctx.real = real_q, real_kv, real_kv
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        filled = (
+            grad.masked_fill(~real[:, None, None], PAD_ROWS)
+            for grad, real in zip(grads, ctx.real, strict=True)
+        )
+        return *filled, None, None
