@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import provenance, summary, time_alternating
+from timing import provenance, ratio_of_pairs, summary, time_alternating
 from torch import Tensor
 
 from padded_sp import ColumnParallelLinear, PaddedSeqMeta, RowParallelLinear
@@ -96,14 +95,6 @@ def measure(rank: Rank, iterations: int, warm_up: int) -> dict[str, Any]:
         figures["padding_share"] = 1 - sum(seq_lens) / (SEQUENCES * SLOT)
         layouts[name] = figures
     return layouts
-
-
-def ratio_of_pairs(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Of each iteration's two times, which lie side by side: median and the 20th and 80th
-    percentiles. What slows the machine down for longer than an iteration cancels out."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    fifths = statistics.quantiles(ratios, n=5, method="inclusive")
-    return {"median": statistics.median(ratios), "p20": fifths[0], "p80": fifths[3]}
 
 
 Step = Callable[[], list[Tensor]]

@@ -26,11 +26,14 @@ def time_alternating(
     *,
     iterations: int,
     warm_up: int,
+    head_start: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each iteration of each candidate, of the slowest rank.
 
     The candidates take turns, each first in every other round, so that what else the machine does
     falls on all of them. All ranks start an iteration together; on CUDA, device events time it.
+    ``head_start`` gives the device other work just before: the host then runs ahead, as it does in
+    the middle of a training step, and what is timed is the device's work alone.
     """
     local: dict[str, list[float]] = {name: [] for name in candidates}
     for i in range(warm_up + iterations):
@@ -38,7 +41,7 @@ def time_alternating(
         for name in order:
             dist.barrier(group)
             elapsed = _on_cuda if device.type == "cuda" else _on_cpu
-            milliseconds = elapsed(candidates[name])
+            milliseconds = elapsed(candidates[name], head_start)
             if i >= warm_up:
                 local[name].append(milliseconds)
     slowest = torch.tensor(list(local.values()), dtype=torch.float64, device=device)
@@ -56,6 +59,14 @@ def summary(milliseconds: list[float]) -> dict[str, float]:
     }
 
 
+def ratio_of_pairs(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Of each iteration's two times, which lie side by side: median and the 20th and 80th
+    percentiles. What slows the machine down for longer than an iteration cancels out."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    fifths = statistics.quantiles(ratios, n=5, method="inclusive")
+    return {"median": statistics.median(ratios), "p20": fifths[0], "p80": fifths[3]}
+
+
 def provenance() -> dict[str, Any]:
     """What the figures depend on: code, versions, machine, command line."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -68,21 +79,24 @@ def provenance() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
         "gpus": gpus,
+        "driver": _driver() if gpus else None,
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
 
 
-def _on_cpu(work: Callable[[], Any]) -> float:
+def _on_cpu(work: Callable[[], Any], head_start: Callable[[], Any]) -> float:
+    head_start()
     start = time.perf_counter()
     work()
     return 1e3 * (time.perf_counter() - start)
 
 
-def _on_cuda(work: Callable[[], Any]) -> float:
+def _on_cuda(work: Callable[[], Any], head_start: Callable[[], Any]) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    head_start()
     start.record()
     work()
     stop.record()
@@ -91,7 +105,19 @@ def _on_cuda(work: Callable[[], Any]) -> float:
 
 
 def _git(*arguments: str) -> str | None:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return _said("git", *arguments)
+
+
+def _driver() -> str | None:
+    said = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return said.partition("\n")[0] if said else None
+
+
+def _said(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no such program here
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 

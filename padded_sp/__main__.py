@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -18,16 +17,18 @@ if _MISSING:
         f"python -m padded_sp needs {', '.join(_MISSING)}: python -m pip install 'padded_sp[cli]'"
     )
 
-import torch  # noqa: E402
 import tyro  # noqa: E402
 from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from padded_sp import PaddedSeqMeta, __version__  # noqa: E402
+from padded_sp import doctor as doctors  # noqa: E402
 from padded_sp.alignment import AlignPolicy, Placement, Plan, Recipe  # noqa: E402
 from padded_sp.demo.launch import RankFailure, available_backends, backend_for  # noqa: E402
 from padded_sp.presets import PRESETS, framework_plan  # noqa: E402
+from padded_sp.verdict import Verdict  # noqa: E402
 
 _PROG = "python -m padded_sp"
 _console = Console()
@@ -150,24 +151,73 @@ def plan(
     return 0
 
 
-def doctor() -> int:
-    """Print versions, devices and backends, and what attention runs on here."""
-    rows = {
-        "padded_sp": __version__,
-        "Python": f"{platform.python_version()}, {platform.platform()}",
-        "PyTorch": torch.__version__,
-        "Triton": _version("triton"),
-        "Transformer Engine": _version("transformer_engine"),
-        "devices": "\n".join(_devices()),
-        "torch.distributed": ", ".join(available_backends()) or "not built in",
-        "the demo's 2 ranks": backend_for(2),
-        "attention": _attention(),
-    }
-    shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows.items():
-        shown.add_row(f"[bold]{name}", value)
+def doctor(*, verify: bool = False, json: Path | None = None) -> int:
+    """Print what this machine has, what runs on it, and known traps with their cures.
+
+    Exit status 1 if a check of --verify finds wrong numbers.
+
+    Args:
+        verify: Compare every backend here with float64, over head sizes, masks, pads and recipes.
+        json: Where all of it goes, a .json; by default nowhere.
+    """
+    if json is not None and json.suffix != ".json":
+        raise ValueError(f"--json must name a .json file, got {json}")
+    has = {"padded_sp": __version__, **doctors.machine()}
+    has["torch.distributed"] = ", ".join(available_backends()) or "not built in"
+    has["the demo's 2 ranks"] = backend_for(2)
+    runs = {f"attention by {name}": how for name, how in doctors.attention().items()}
+    runs |= {f"linears by {name}": how for name, how in doctors.linears().items()}
+    recipes = {name: why or "yes" for name, why in doctors.recipes().items()}
+    traps = doctors.traps()
+    _console.print(_pairs(has))
+    _console.print(_pairs(runs, title="What runs here"))
+    _console.print(_pairs(recipes, title="FP8 of Transformer Engine's linears"))
+    _console.print(
+        _pairs(dict(traps), title="Known traps and their cures") if traps else "No traps."
+    )
+
+    verdicts = []
+    if verify:
+        with _console.status("comparing with float64"):
+            verdicts = list(doctors.checks())
+        _print_verdicts(verdicts)
+    if json is not None:
+        report = {"machine": has, "runs": runs, "recipes": recipes}
+        report |= {"traps": [trap._asdict() for trap in traps], "checks": verdicts}
+        json.write_text(dumps(report, indent=2, default=asdict) + "\n")
+    return 1 if any(_outcome(verdict) == "WRONG" for verdict in verdicts) else 0
+
+
+def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    shown = Table(title="Compared with float64", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("", "worst figure", "at most", "verdict"):
+        shown.add_column(heading, justify="right" if heading == "at most" else "left")
+    for verdict in verdicts:
+        name = verdict.worst
+        figure = f"{name} {verdict.figures[name]:.2g}" if name else ""
+        limit = f"{verdict.limits[name]:.2g}" if name else ""
+        outcome = _outcome(verdict)
+        style = "bold red" if outcome == "WRONG" else None
+        shown.add_row(verdict.subject, figure, limit, outcome, style=style)
     _console.print(shown)
-    return 0
+    reasons = {verdict.reason: verdict.subject for verdict in reversed(verdicts) if verdict.reason}
+    for reason, subject in reversed(reasons.items()):
+        _console.print(f"{subject}: {reason}", highlight=False, soft_wrap=True)
+
+
+def _outcome(verdict: Verdict) -> str:
+    if verdict.passed:
+        return "right"
+    return "not supported" if verdict.is_refusal else "WRONG"
+
+
+def _pairs(rows: dict[str, str], title: str | None = None) -> Table:
+    shown = Table(
+        title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
+    for name, value in rows.items():
+        shown.add_row(f"[bold]{name}", escape(value))
+    return shown
 
 
 def _problem(layout: Plan, policy: AlignPolicy) -> str:
@@ -182,34 +232,6 @@ def _problem(layout: Plan, policy: AlignPolicy) -> str:
 def _shortened(lengths: tuple[int, ...], most: int = 8) -> str:
     shown = " ".join(map(str, lengths[:most]))
     return shown if len(lengths) <= most else f"{shown} ... ({len(lengths)} in all)"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _devices() -> list[str]:
-    if not torch.cuda.is_available():
-        return [f"CPU, {torch.get_num_threads()} threads"]
-    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [
-        f"cuda:{i} {p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(properties)
-    ]
-
-
-def _attention() -> str:
-    from padded_sp.backends.torch_attention import uses_flash
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    paths = []
-    for dtype in (torch.bfloat16, torch.float32):
-        q = torch.empty(1, 1, 64, dtype=dtype, device=device)
-        path = "FlashAttention, whole pack" if uses_flash(q, q) else "one sequence after another"
-        paths.append(f"torch, {str(dtype).removeprefix('torch.')} on {device}: {path}")
-    return "\n".join(paths)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
 
 
+_TINY = 1e-300  # for a limit of 0
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The figures of one check beside what they may be.
@@ -41,6 +44,17 @@ class Verdict:
         """The figures above their limits."""
         limits = self.limits
         return {name: x for name, x in self.figures.items() if x > limits.get(name, x)}
+
+    @property
+    def worst(self) -> str:
+        """The figure nearest to its limit, or furthest above; empty without figures."""
+        shares = {n: x / (self.limits.get(n) or _TINY) for n, x in self.figures.items()}
+        return max(shares, key=lambda name: shares[name], default="")
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the backend does not claim to compute this, which it says by a ValueError."""
+        return not self.figures and self.reason.startswith("ValueError: ")
 
     def __str__(self) -> str:
         wrong = self.too_large

@@ -49,7 +49,7 @@ _LINEAR_LENGTHS = (101, 3, 90), (112, 48, 96)
 _IN_FEATURES, _OUT_FEATURES = 256, 384
 
 _ATTENTION_FIGURES: tuple[str, ...] = ("output", "grad_q", "grad_k", "grad_v")
-_LAYERS = ("column", "row", "layer_norm_column")
+LAYERS = ("column", "row", "layer_norm_column")
 _EPS = 1e-5
 
 # Root mean square of what rounding to 3 and to 2 bits of mantissa does to normal numbers, relative
@@ -189,9 +189,9 @@ def verify_linear(
     refuse_capture()
     module = backends.load(backends.LINEAR, backend)
     device = device_of(device)
-    if layer not in _LAYERS or recipe not in alignment.RECIPES:
+    if layer not in LAYERS or recipe not in alignment.RECIPES:
         raise ValueError(
-            f"layer must be one of {', '.join(_LAYERS)} and recipe one of "
+            f"layer must be one of {', '.join(LAYERS)} and recipe one of "
             f"{', '.join(alignment.RECIPES)}; got {layer!r} and {recipe!r}"
         )
     holds_modules = hasattr(module, "make")
@@ -258,7 +258,7 @@ def _te_linear(
     """The same by a module of Transformer Engine, inside its autocast."""
     te = import_module("padded_sp.backends.te")
     if reason := te.unavailable(recipe):
-        raise RuntimeError(reason)
+        raise ValueError(reason)
     weight = parameters["weight"]
     norm = {"eps": _EPS, "normalization": "LayerNorm", "zero_centered_gamma": False}
     held = module.make(

@@ -8,6 +8,7 @@ device), the mask and the window.
 from __future__ import annotations
 
 import functools
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,9 +56,8 @@ def dot_product_attention(
     mask = "padding" if not causal else "padding_causal"
     if causal and kv_meta is not meta:
         mask = "padding_causal_bottom_right"
-    attention = _attention(
-        q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], dropout, softmax_scale, q.device
-    )
+    sizes = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+    attention = _attention(*sizes, dropout, softmax_scale, q.device, _is_deterministic())
     # Attention has no FP8 here. In an FP8 autocast the module, which all layers of one shape share,
     # would keep scales for its recipe.
     in_bf16 = nullcontext() if fp8_recipe() is None else autocast(None)
@@ -120,6 +120,11 @@ def _is_hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] == 9
 
 
+def _is_deterministic() -> bool:
+    allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") != "0"
+    return not allowed or torch.are_deterministic_algorithms_enabled()
+
+
 @functools.lru_cache(maxsize=256)
 def _attention(
     heads: int,
@@ -129,8 +134,12 @@ def _attention(
     dropout: float,
     softmax_scale: float,
     device: torch.device,
+    deterministic: bool,
 ) -> Any:
-    """Transformer Engine's module, which has no parameters; masks and windows come with calls."""
+    """Transformer Engine's module, which has no parameters; masks and windows come with calls.
+
+    ``deterministic`` is what the module reads for itself when it is built, and keeps.
+    """
     return te.DotProductAttention(
         heads,
         (head_dim, v_head_dim),
