@@ -94,7 +94,10 @@ class ParallelLinear(ParallelLayer):
                 specs[self._bias_names[-1]] = ParameterSpec(
                     (features,), 0 if by_columns else None, nn.init.zeros_
                 )
-        specs |= self._norm_specs()
+        norm = self._norm_specs()
+        for name in specs.keys() & norm.keys():
+            raise ValueError(f"{type(self).__name__} has a {name} already; name the part otherwise")
+        specs |= norm
         self.te: Any = None
         of_te = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
