@@ -95,7 +95,7 @@ class ParallelLinear(ParallelLayer):
                     (features,), 0 if by_columns else None, nn.init.zeros_
                 )
         norm = self._norm_specs()
-        for name in specs.keys() & norm.keys():
+        if name := next((n for n in norm if n in specs), None):
             raise ValueError(f"{type(self).__name__} has a {name} already; name the part otherwise")
         specs |= norm
         self.te: Any = None
