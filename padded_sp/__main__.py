@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from json import dumps
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 _MISSING = [name for name in ("tyro", "rich", "matplotlib") if find_spec(name) is None]
 if _MISSING:
@@ -24,9 +25,9 @@ from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from padded_sp import PaddedSeqMeta, __version__  # noqa: E402
-from padded_sp import doctor as doctors  # noqa: E402
 from padded_sp.alignment import AlignPolicy, Placement, Plan, Recipe  # noqa: E402
 from padded_sp.demo.launch import RankFailure, available_backends, backend_for  # noqa: E402
+from padded_sp.doctor import checks, machine, traps  # noqa: E402
 from padded_sp.presets import PRESETS, framework_plan  # noqa: E402
 from padded_sp.verdict import Verdict  # noqa: E402
 
@@ -162,29 +163,30 @@ def doctor(*, verify: bool = False, json: Path | None = None) -> int:
     """
     if json is not None and json.suffix != ".json":
         raise ValueError(f"--json must name a .json file, got {json}")
-    has = {"padded_sp": __version__, **doctors.machine()}
+    has = {"padded_sp": __version__, **machine.facts()}
     has["torch.distributed"] = ", ".join(available_backends()) or "not built in"
     has["the demo's 2 ranks"] = backend_for(2)
-    runs = {f"attention by {name}": how for name, how in doctors.attention().items()}
-    runs |= {f"linears by {name}": how for name, how in doctors.linears().items()}
-    recipes = {name: why or "yes" for name, why in doctors.recipes().items()}
-    traps = doctors.traps()
+    runs = {f"attention by {name}": how for name, how in machine.attention().items()}
+    runs |= {f"linears by {name}": how for name, how in machine.linears().items()}
+    recipes = {name: why or "yes" for name, why in machine.recipes().items()}
+    known = traps.applying()
     _console.print(_pairs(has))
     _console.print(_pairs(runs, title="What runs here"))
     _console.print(_pairs(recipes, title="FP8 of Transformer Engine's linears"))
     _console.print(
-        _pairs(dict(traps), title="Known traps and their cures") if traps else "No traps."
+        _pairs(dict(known), title="Known traps and their cures") if known else "No traps."
     )
 
     verdicts = []
     if verify:
         with _console.status("comparing with float64"):
-            verdicts = list(doctors.checks())
+            verdicts = list(checks.verdicts())
         _print_verdicts(verdicts)
     if json is not None:
         report = {"machine": has, "runs": runs, "recipes": recipes}
-        report |= {"traps": [trap._asdict() for trap in traps], "checks": verdicts}
-        json.write_text(dumps(report, indent=2, default=asdict) + "\n")
+        report |= {"traps": [trap._asdict() for trap in known]}
+        report |= {"checks": [_as_json(verdict) for verdict in verdicts]}
+        json.write_text(dumps(report, indent=2) + "\n")
     return 1 if any(_outcome(verdict) == "WRONG" for verdict in verdicts) else 0
 
 
@@ -200,9 +202,20 @@ def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
         style = "bold red" if outcome == "WRONG" else None
         shown.add_row(verdict.subject, figure, limit, outcome, style=style)
     _console.print(shown)
-    reasons = {verdict.reason: verdict.subject for verdict in reversed(verdicts) if verdict.reason}
-    for reason, subject in reversed(reasons.items()):
-        _console.print(f"{subject}: {reason}", highlight=False, soft_wrap=True)
+    subjects_of: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if verdict.reason:
+            subjects_of.setdefault(verdict.reason, []).append(verdict.subject)
+    for reason, (subject, *more) in subjects_of.items():
+        others = f" and {len(more)} more" if more else ""
+        note = f"{subject}{others}: {reason.removeprefix('ValueError: ')}"
+        _console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _as_json(verdict: Verdict) -> dict[str, Any]:
+    """JSON has no infinity."""
+    figures = {name: x if isfinite(x) else str(x) for name, x in verdict.figures.items()}
+    return {**asdict(verdict), "figures": figures, "outcome": _outcome(verdict)}
 
 
 def _outcome(verdict: Verdict) -> str:

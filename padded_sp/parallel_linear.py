@@ -244,7 +244,7 @@ class ParallelLinear(ParallelLayer):
         The first forward calls it if nobody did. Leaves random states and Transformer Engine's FP8
         state as they were. Every rank of ``tp_group`` calls it: they agree on the verdict.
 
-        Communicates one all-reduce of a few numbers over ``tp_group``. Waits for the device.
+        Communicates a few hundred bytes over the host of ``tp_group``. Waits for the device.
 
         Raises: ValueError: the numbers are wrong, with the figures; under graph capture; a recipe
             that Transformer Engine does not offer here.

@@ -15,7 +15,6 @@ turns off the checks that layers make.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -24,22 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from padded_sp import alignment, backends
+from padded_sp import alignment, backends, compare
 from padded_sp.backends import reference
 from padded_sp.boundaries import check_size
-from padded_sp.compare import (
-    Compared,
-    Rows,
-    device_of,
-    exact_leaves,
-    judged,
-    limit_of,
-    name_of,
-    results,
-)
 from padded_sp.inert import inert_input, inert_output
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.verdict import Verdict, agreed, refuse_capture
+from padded_sp.verdict import Verdict, agreed, is_enabled, refuse_capture
 
 __all__ = ["Verdict", "agreed", "is_enabled", "verify_attention", "verify_linear"]
 
@@ -48,7 +37,7 @@ _ATTENTION_LENGTHS = (3, 150, 700, 333, 100), (64, 160, 704, 336, 112)
 _LINEAR_LENGTHS = (101, 3, 90), (112, 48, 96)
 _IN_FEATURES, _OUT_FEATURES = 256, 384
 
-_ATTENTION_FIGURES: tuple[str, ...] = ("output", "grad_q", "grad_k", "grad_v")
+#: What ``verify_linear`` knows.
 LAYERS = ("column", "row", "layer_norm_column")
 _EPS = 1e-5
 
@@ -70,11 +59,6 @@ _FP8_ERRORS = {
 _FP8_MARGIN = 2
 
 _Call = Callable[[Tensor, PaddedSeqMeta], Tensor]
-
-
-def is_enabled() -> bool:
-    """Whether layers check their backends: not with ``PADDED_SP_VERIFY=0`` in the environment."""
-    return os.environ.get("PADDED_SP_VERIFY", "1") != "0"
 
 
 def verify_attention(
@@ -110,20 +94,20 @@ def verify_attention(
     """
     refuse_capture()
     module = backends.load(backends.ATTENTION, backend)
-    device = device_of(device)
+    device = compare.device_of(device)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     for name, size in (("num_heads", num_heads), ("num_kv_heads", kv_heads)):
         check_size(size, name)
     if num_heads % kv_heads:
         raise ValueError(f"num_heads={num_heads} is no multiple of num_kv_heads={kv_heads}")
-    limit = limit_of(dtype)
+    limit = compare.limit_of(dtype)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     options: dict[str, Any] = {"window": window, "softmax_scale": scale}
 
-    def check() -> dict[str, Compared]:
+    def check() -> dict[str, compare.Compared]:
         real, padded = _ATTENTION_LENGTHS
-        rows = Rows(real if pads else padded, padded, device, dtype)
+        rows = compare.Rows(real if pads else padded, padded, device, dtype)
         # Scores of unit variance at any scale: after a softmax that is nearly one-hot, gradients
         # are differences of nearly equal numbers.
         q = rows.draw(num_heads, head_dim) * (head_dim**-0.5 / scale)
@@ -134,7 +118,7 @@ def verify_attention(
         q, k, v = (inert_input(x, meta) for x in leaves.values())
         out = module.dot_product_attention(q, k, v, meta, meta, dropout=0.0, **options)
         out = torch.ops.aten._unsafe_view(out.contiguous(), grad.shape)
-        actual = results(inert_output(out, meta), leaves, grad.clone())
+        actual = compare.results(inert_output(out, meta), leaves, grad.clone())
 
         def some_heads(x: Tensor, heads: int) -> Tensor:
             """[T, *] -> [T, fewer, D]: those of the first and of the last KV head."""
@@ -142,22 +126,26 @@ def verify_attention(
             return by_kv_head[:, :: max(1, kv_heads - 1)].flatten(1, 2)
 
         heads_of = dict(zip(actual, (num_heads, num_heads, kv_heads, kv_heads), strict=True))
-        fewer = exact_leaves({n: some_heads(x, heads_of[f"grad_{n}"]) for n, x in leaves.items()})
+        fewer = compare.exact_leaves(
+            {n: some_heads(x, heads_of[f"grad_{n}"]) for n, x in leaves.items()}
+        )
         out = reference.dot_product_attention(**fewer, meta=meta, mask="full", **options)
-        exact = results(out, fewer, some_heads(grad, num_heads).flatten(1).double())
+        exact = compare.results(out, fewer, some_heads(grad, num_heads).flatten(1).double())
         return {
-            name: Compared(
+            name: compare.Compared(
                 some_heads(x, heads_of[name]).flatten(1), exact[name].flatten(1), meta, x
             )
             for name, x in actual.items()
         }
 
-    sizes = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}/{v_head_dim}"
+    heads = f"{num_heads} heads of {head_dim}" + f"/{v_head_dim}" * (v_head_dim != head_dim)
+    heads += f", {kv_heads} KV heads" * (kv_heads != num_heads)
     subject = (
-        f"attention by {backend}, {num_heads} heads of {sizes}, {kv_heads} KV heads, "
-        f"window {window}, {name_of(dtype)}, {'pads' if pads else 'no pads'}"
+        f"attention by {backend}, {heads}, {compare.mask_name(*window)}, {compare.name_of(dtype)}"
     )
-    return judged(subject, check, dict.fromkeys(_ATTENTION_FIGURES, limit), device)
+    subject += ", pads" if pads else ", no pads"
+    limits: dict[str, float] = dict.fromkeys(("output", "grad_q", "grad_k", "grad_v"), limit)
+    return compare.judged(subject, check, limits, device)
 
 
 def verify_linear(
@@ -188,7 +176,7 @@ def verify_linear(
     """
     refuse_capture()
     module = backends.load(backends.LINEAR, backend)
-    device = device_of(device)
+    device = compare.device_of(device)
     if layer not in LAYERS or recipe not in alignment.RECIPES:
         raise ValueError(
             f"layer must be one of {', '.join(LAYERS)} and recipe one of "
@@ -197,10 +185,10 @@ def verify_linear(
     holds_modules = hasattr(module, "make")
     if recipe != "bf16" and not holds_modules:
         raise ValueError(f"backend {backend!r} has no FP8: recipe must be 'bf16', got {recipe!r}")
-    limit = limit_of(dtype)
+    limit = compare.limit_of(dtype)
 
-    def check() -> dict[str, Compared]:
-        rows = Rows(*_LINEAR_LENGTHS, device, dtype)
+    def check() -> dict[str, compare.Compared]:
+        rows = compare.Rows(*_LINEAR_LENGTHS, device, dtype)
         x, grad = rows.draw(_IN_FEATURES).requires_grad_(), rows.draw(_OUT_FEATURES)
         parameters = _parameters(rows, layer)
         prepared = _te_linear if holds_modules else _torch_linear
@@ -209,18 +197,20 @@ def verify_linear(
         actual = {}
         for _ in range(3 if recipe == "fp8_delayed" else 1):
             y = inert_output(call(inert_input(x, rows.meta), rows.meta), rows.meta)
-            actual = results(y, leaves, grad.clone())
-        exact = exact_leaves({"x": x} | parameters)
-        exact = results(_exact_linear(layer, exact, rows.meta), exact, grad.double())
+            actual = compare.results(y, leaves, grad.clone())
+        exact = compare.exact_leaves({"x": x} | parameters)
+        exact = compare.results(_exact_linear(layer, exact, rows.meta), exact, grad.double())
         return {
-            name: Compared(actual[name], x, rows.meta if name in ("output", "grad_x") else None)
+            name: compare.Compared(
+                actual[name], x, rows.meta if name in ("output", "grad_x") else None
+            )
             for name, x in exact.items()
         }
 
     forward, backward = (max(limit, _FP8_MARGIN * e) for e in _FP8_ERRORS.get(recipe, (0, 0)))
     grads = dict.fromkeys((f"grad_{name}" for name in ("x", *_PARAMETERS)), backward)
-    subject = f"{layer} linear by {backend}, {recipe}, {name_of(dtype)}"
-    return judged(subject, check, {"output": forward} | grads, device)
+    subject = f"{layer} linear by {backend}, {recipe}, {compare.name_of(dtype)}"
+    return compare.judged(subject, check, {"output": forward} | grads, device)
 
 
 # --- linears -------------------------------------------------------------------------------------
@@ -228,7 +218,7 @@ def verify_linear(
 _PARAMETERS = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
 
 
-def _parameters(rows: Rows, layer: str) -> dict[str, Tensor]:
+def _parameters(rows: compare.Rows, layer: str) -> dict[str, Tensor]:
     weight = rows.normal(_OUT_FEATURES, _IN_FEATURES) * _IN_FEATURES**-0.5
     parameters = [weight, 0.1 * rows.normal(_OUT_FEATURES)]
     if layer == "layer_norm_column":
@@ -286,12 +276,11 @@ def _te_linear(
     # Amax of this rank alone: the others may not be checking anything now.
     recipe_options = {"reduce_amax": False} if recipe == "fp8_delayed" else {}
     recipe_object = te.make_recipe(recipe, **recipe_options)
+    micro_batch = {"is_first_microbatch": None, "unaligned_blocks": False}
 
     def call(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
         with te.autocast(recipe_object):
-            return module.run(
-                held, x, meta, None, is_first_microbatch=None, unaligned_blocks=False
-            )[0]
+            return module.run(held, x, meta, None, **micro_batch)[0]
 
     return call, leaves
 

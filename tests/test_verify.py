@@ -97,7 +97,7 @@ def test_a_wrong_gradient_fails(broken, name):
     assert list(verdict.too_large) == [f"grad_{name}"]
     assert verdict.figures[f"grad_{name}"] == pytest.approx(0.3, abs=0.02)
     assert f"grad_{name} 0.3 (at most 0.03)" in str(verdict)
-    assert "attention by broken, 2 heads of 32, 2 KV heads, window (-1, 0)" in str(verdict)
+    assert "attention by broken, 2 heads of 32, causal, bfloat16, pads: " in str(verdict)
 
 
 @pytest.mark.parametrize("sequence", range(5))

@@ -31,7 +31,7 @@ _HEADS = (
 _WINDOWS = ((-1, -1), (-1, 0), (128, 0))
 
 
-def checks() -> Iterator[Verdict]:
+def verdicts() -> Iterator[Verdict]:
     """One verdict after another. What a backend does not claim to compute is a refusal."""
     for kind, table, of_one in (
         ("attention", backends.ATTENTION, _attention),

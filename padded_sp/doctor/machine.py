@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -29,7 +30,7 @@ _NOT_INSTALLED = "not installed"
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def machine() -> dict[str, str]:
+def facts() -> dict[str, str]:
     """Name -> what there is of it, in the order to be read. Loads Transformer Engine."""
     rows = {
         "Python": f"{platform.python_version()}, {platform.platform()}",
@@ -103,17 +104,26 @@ def cudnn_of_pytorch() -> str:
 
 
 def loaded_cudnn() -> dict[str, Version]:
-    """File -> version of each libcudnn in this process. The first answer is not the only one: two
-    libraries of one name can be loaded from two places."""
+    """File -> version of each libcudnn in this process: it may hold two, from two places."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    paths = [line.split(maxsplit=5)[5] for line in lines if "/libcudnn.so" in line]
     versions = {}
-    for path in dict.fromkeys(paths):
-        get_version = ctypes.CDLL(path).cudnnGetVersion  # already loaded: its own symbol
-        get_version.restype = ctypes.c_size_t
-        versions[path] = _decoded(get_version())
+    for path in dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if "/libcudnn." in line):
+        with contextlib.suppress(OSError, AttributeError):  # deleted meanwhile, or another library
+            get_version = ctypes.CDLL(path).cudnnGetVersion  # already loaded: its own symbol
+            get_version.restype = ctypes.c_size_t
+            versions[path] = _decoded(get_version())
     return versions
+
+
+def shipped_cudnn() -> Version | None:
+    """The one that was installed with PyTorch; None where it is no Python package."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    version = _version(f"nvidia-cudnn-cu{major}")
+    if version == _NOT_INSTALLED:
+        return None
+    numbers = [*map(int, re.findall(r"\d+", version)), 0, 0]
+    return numbers[0], numbers[1], numbers[2]
 
 
 def dotted(version: tuple[int | str, ...]) -> str:

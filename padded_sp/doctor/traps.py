@@ -13,6 +13,7 @@ from padded_sp.doctor.machine import (
     dotted,
     is_transformer_engine_installed,
     loaded_cudnn,
+    shipped_cudnn,
     transformer_engine,
 )
 
@@ -27,7 +28,7 @@ class Trap(NamedTuple):
     cure: str
 
 
-def traps() -> list[Trap]:
+def applying() -> list[Trap]:
     """Those that apply here. Loads Transformer Engine."""
     te = transformer_engine()
     found = list(_of_padded_sp())
@@ -51,7 +52,7 @@ def _of_padded_sp() -> Iterator[Trap]:
 
 
 def _of_cudnn(version: Version) -> Iterator[Trap]:
-    newest = max(loaded_cudnn().values(), default=version)
+    newest = max(*loaded_cudnn().values(), shipped_cudnn() or version, version)
     if version < newest:
         yield Trap(
             f"Transformer Engine took cuDNN {dotted(version)}, found before PyTorch's own "
