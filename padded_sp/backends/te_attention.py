@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from padded_sp.backends.te import UNFUSED_DROPS_PADS, autocast, cudnn_version, fp8_recipe, te
+from padded_sp.backends.torch_attention import zeros_like_output
 from padded_sp.inert import inert_input_gradient
 from padded_sp.meta import PaddedSeqMeta
 
@@ -48,8 +49,7 @@ def dot_product_attention(
     has_pads = meta.has_padding or kv_meta.has_padding
     _check(q, k, v, has_pads)
     if not (q.shape[0] and k.shape[0]):
-        nothing = (q.sum() + k.sum() + v.sum()) * 0
-        return q.new_zeros(*q.shape[:2], v.shape[-1]) + nothing
+        return zeros_like_output(q, k, v)
     q = inert_input_gradient(q, meta)
     k, v = (inert_input_gradient(x, kv_meta) for x in (k, v))
     causal = window[1] == 0

@@ -27,13 +27,11 @@ from padded_sp.backends.te import (
     te,
 )
 from padded_sp.collectives import contains_ranks, group_rank, group_size
+from padded_sp.fused_parameters import joined
 from padded_sp.meta import PaddedSeqMeta
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
-
-# Numbers are proved on this machine before a layer trusts them; see ``padded_sp.verify``.
-NEEDS_PROOF = True
 
 _log = logging.getLogger("padded_sp")
 
@@ -115,11 +113,16 @@ def make(*, layer_norm: dict[str, Any] | None, **arguments: Any) -> Any:
     """The module that a layer holds. Arguments are Transformer Engine's.
 
     ``layer_norm``: None for a plain linear; else what te.LayerNormLinear takes beyond one.
-    ``rng_tracker_name``: te.LayerNormLinear takes none; the tracker's default is used there.
+
+    Raises: ValueError: a ``rng_tracker_name``, which te.LayerNormLinear does not take.
     """
     if layer_norm is None:
         return HeldLinear(**arguments)
-    del arguments["rng_tracker_name"]
+    if name := arguments.pop("rng_tracker_name"):
+        raise ValueError(
+            f"te.LayerNormLinear takes no rng_tracker_name, got {name!r}: let "
+            "get_rng_state_tracker return a tracker whose default is the one you mean"
+        )
     return HeldLayerNormLinear(**arguments, **layer_norm)
 
 
@@ -205,7 +208,9 @@ def _run_between_our_collectives(
     with _without_communication(module):
         partial, _, _ = _call(module, x, is_first_microbatch)
     y = mappings.reduce_scatter_to_sequence_parallel_region(partial, meta, tp_group)
-    bias = module.bias.to(y.dtype) if module.use_bias else None
+    bias = None
+    if module.use_bias:
+        bias = joined([getattr(module, name) for name in module.bias_names]).to(y.dtype)
     if module.return_bias:
         return y, bias, None
     return (y if bias is None else y + bias), None, None

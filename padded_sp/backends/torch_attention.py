@@ -47,7 +47,7 @@ def dot_product_attention(
     Raises: ValueError: metas with capacity where host lengths are needed (see ``uses_flash``).
     """
     if not (q.shape[0] and k.shape[0]):
-        return _zeros_like_output(q, k, v)
+        return zeros_like_output(q, k, v)
     attend = _flash if uses_flash(q, v) else _per_sequence
     return attend(q, k, v, meta, kv_meta, window, dropout, softmax_scale)
 
@@ -135,7 +135,7 @@ def _per_sequence(
     q, k, v = _with_equal_heads(q, k, v, 1)
     q_spans, k_spans = spans_of(meta, kv_meta, right=window[1])
     if not q_spans:
-        return _zeros_like_output(q, k, v)[..., :v_head_dim]
+        return zeros_like_output(q, k, v)[..., :v_head_dim]
 
     zeros = q.new_zeros(1, 1, 1, 1).expand(1, *q.shape)
     out, row = [], 0
@@ -243,7 +243,7 @@ def _with_equal_heads(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> tuple[T
                  for t in (q, k, v))  # fmt: skip
 
 
-def _zeros_like_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def zeros_like_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Zeros [T, heads, D_v] of which q, k and v get gradients of zeros, not None."""
     nothing = q.sum() + k.sum() + v.sum()
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)

@@ -205,6 +205,23 @@ def test_capacity(ranks):
 
 
 @on_te
+def no_keys_body(group):
+    """Queries without any key give zeros, whatever they hold, and gradients of zeros."""
+    device = device_of(group)
+    meta = PaddedSeqMeta.from_seq_lens([3, 2], device=device)
+    none = PaddedSeqMeta.from_seq_lens([0, 0], device=device)
+    inputs, grad = inputs_of(group, "causal", meta, none)
+    inputs[0].fill_(float("inf"))
+    for x in run_layer(layer_of(group, "causal", verify=False), inputs, grad, meta, none):
+        assert not x.any()
+
+
+@pytest.mark.max_ranks(1)
+def test_no_keys_at_all(ranks):
+    ranks.run(no_keys_body)
+
+
+@on_te
 def refusals_body(group):
     from padded_sp.backends.te import autocast, make_recipe
 

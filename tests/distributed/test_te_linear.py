@@ -40,6 +40,7 @@ from padded_sp import (
     PaddedSeqMeta,
     RowParallelLinear,
     carry_meta,
+    reduce_replicated_gradients,
     seq_meta,
     verify,
 )
@@ -708,6 +709,59 @@ def straddling_blocks_travel_wide(group, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_straddling_blocks_travel_wide(ranks, kind):
     ranks.run(straddling_blocks_travel_wide, kind=kind)
+
+
+@on_te
+def gathers_by_itself_or_by_us(group, kind):
+    """An old version's way for straddling blocks, between our collectives, and the new one's."""
+    meta = PaddedSeqMeta.from_seq_lens(
+        [56 * group.size() - 3], tp_size=group.size(), num_rows=64 * group.size(),
+        device=device_of(group),
+    )  # fmt: skip
+    split = {"parameters_split": ("a", "b")}
+    layer, twin = (ours(kind, group, **split) for _ in range(2))
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "bias" in name:
+                parameter.fill_(0.5)
+            twin.get_parameter(name).copy_(parameter)
+    x = random(group, meta.num_rows, K, seed=0)
+    x = (part(x, group, -1) if kind is RowParallelLinear else part(x, group)).contiguous()
+    results = []
+    for module, native in ((layer, True), (twin, False)):
+        leaf = x.clone().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Cannot quantize input tensor")
+            patch.setattr(te_linear, "GATHERS_UNALIGNED_BLOCKS", native)
+            with autocast(recipe_of("fp8_blockwise"), group):
+                y = module(leaf, meta)
+            y.backward(torch.ones_like(y))
+        reduce_replicated_gradients(module, group)  # the ranks' terms differ, their sums do not
+        gradients = {name: p.grad for name, p in module.named_parameters()}
+        results.append({"y": y.detach(), "x": leaf.grad} | gradients)
+    for name, expected in results[0].items():
+        error = (results[1][name].float() - expected.float()).norm()
+        assert error <= 0.02 * expected.float().norm(), (name, error)
+
+
+@pytest.mark.max_ranks(2)
+@pytest.mark.skipif(
+    not te_linear.GATHERS_UNALIGNED_BLOCKS, reason="this version has only one of the two ways"
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ways_of_straddling_blocks_agree(ranks, kind):
+    ranks.run(gathers_by_itself_or_by_us, kind=kind)
+
+
+@on_te
+def tracker_names_of_norms_are_refused(group):
+    with pytest.raises(ValueError, match="takes no rng_tracker_name, got 'mine'"):
+        ours(LayerNormColumnParallelLinear, group, rng_tracker_name="mine")
+
+
+@pytest.mark.max_ranks(1)
+def test_tracker_names_of_norms_are_refused(ranks):
+    ranks.run(tracker_names_of_norms_are_refused)
 
 
 # --- Recipes -------------------------------------------------------------------------------------
