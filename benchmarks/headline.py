@@ -40,8 +40,8 @@ def block_over_plain(record: Record) -> float:
 
 
 def test_count(record: Record, outcome: str) -> int:
-    """Tests of that outcome on 2 ranks with GPUs."""
-    _demand(record, world_sizes=[2])
+    """Tests of that outcome on 2 ranks with a GPU each; ranks that share one prove no NCCL."""
+    _demand(record, world_sizes=[2], backend="nccl")
     if not record.get("gpu"):
         raise LeftOut("it was recorded without a GPU")
     return record[outcome]

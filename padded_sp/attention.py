@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from padded_sp import backends, boundaries, verify
 from padded_sp.collectives import group_size
 from padded_sp.context import resolve_meta
 from padded_sp.inert import inert_input, inert_output
+from padded_sp.masks import window_of
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.parallel_layer import to_autocast_dtype
+from padded_sp.shared_group import SharesGroup
+from padded_sp.verdict import demand
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
 
-_MASKS = ("causal", "causal_bottom_right", "full")
 # Arguments of other libraries' attention, and what they ask for.
 _UNSUPPORTED = {
     "softmax_type": "attention sinks",
@@ -33,7 +34,7 @@ _UNSUPPORTED = {
 }
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(SharesGroup):
     """softmax(scale Q K^T) V of each sequence by itself, pad rows exactly zero.
 
     Args:
@@ -90,7 +91,7 @@ class DotProductAttention(nn.Module):
         self.num_kv_heads = check_size(kv_heads, "num_kv_heads")
         self.v_head_dim = check_size(head_dim if v_head_dim is None else v_head_dim, "v_head_dim")
         self.mask = mask
-        self.window = _window(mask, window)
+        self.window = window_of(mask, window)
         self.dropout = dropout
         self.get_rng_state_tracker = get_rng_state_tracker
         self.backend, self.verify = backend, verify
@@ -130,17 +131,6 @@ class DotProductAttention(nn.Module):
             )
         self.tp_group = tp_group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DotProductAttention:
-        twin = type(self).__new__(type(self))
-        # The group is shared, not copied: there is only one.
-        memo |= {id(self): twin, id(self.tp_group): self.tp_group}
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the group, which no other process could use."""
-        return self.__dict__ | {"tp_group": None}
-
     def prepare(
         self,
         dtype: torch.dtype = torch.bfloat16,
@@ -170,17 +160,7 @@ class DotProductAttention(nn.Module):
                 "pads": pads,
                 "device": device,
             }
-            verdict = verify.agreed(
-                lambda: verify.verify_attention(self.backend, **combination),
-                ("attention", self.backend, *map(str, combination.values())),
-                self.tp_group,
-            )
-            if not verdict.passed:
-                problem = "is wrong on this machine" if verdict.figures else "does not run here"
-                raise ValueError(
-                    f"backend {self.backend!r} {problem}: {verdict}. Use another "
-                    "backend; verify=False or PADDED_SP_VERIFY=0 turns the check off"
-                )
+            demand(verify.verify_attention, self.backend, self.tp_group, **combination)
         self._proved.add((dtype, pads))
 
     def forward(
@@ -293,28 +273,6 @@ class DotProductAttention(nn.Module):
             f"of {self.v_head_dim}, mask={self.mask!r}, window={self.window}, "
             f"dropout={self.dropout}, tp_size={self.tp_size}, backend={self.backend!r}"
         )
-
-
-def _window(mask: str, window: tuple[int, int] | None) -> tuple[int, int]:
-    """The mask and the window as one window (left, right), -1 for no limit."""
-    if mask not in _MASKS:
-        raise ValueError(f"mask must be one of {', '.join(_MASKS)}; got {mask!r}")
-    try:
-        left, right = (boundaries.integer(n) for n in ((-1, -1) if window is None else window))
-    except (TypeError, ValueError):  # no two of them, or no integers
-        left = right = -2
-    if min(left, right) < -1:
-        raise ValueError(
-            f"window must be two integers (left, right), each -1 (no limit) or more, got {window!r}"
-        )
-    if mask == "full":
-        return left, right
-    if right not in (-1, 0):
-        raise ValueError(
-            f"window={window!r} would see keys behind the query, which mask={mask!r} hides: give "
-            f'({left}, 0), or mask="full"'
-        )
-    return left, 0
 
 
 def _share_memory(q: Tensor, k: Tensor, v: Tensor) -> bool:

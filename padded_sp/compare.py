@@ -100,12 +100,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def mask_name(left: int, right: int) -> str:
-    if left < 0 and right <= 0:
-        return "full" if right else "causal"
-    return f"window {left}" if right == 0 else f"window ({left}, {right})"
-
-
 def judged(
     subject: str,
     check: Callable[[], dict[str, Compared]],

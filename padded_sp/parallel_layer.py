@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from padded_sp import boundaries, collectives
 from padded_sp.meta import PaddedSeqMeta
+from padded_sp.shared_group import SharesGroup
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
@@ -31,7 +31,7 @@ class ParameterSpec(NamedTuple):
     init_method: InitMethod
 
 
-class ParallelLayer(nn.Module):
+class ParallelLayer(SharesGroup):
     """A layer whose parameters are divided over, or shared by, the R ranks of ``tp_group``.
 
     ``copy.deepcopy`` shares the group; pickle and ``torch.save`` leave it behind, and what is
@@ -56,7 +56,6 @@ class ParallelLayer(nn.Module):
         is not the size of ``tp_group``.
     """
 
-    tp_group: ProcessGroup | None
     tp_size: int
 
     def __init__(
@@ -217,17 +216,13 @@ class ParallelLayer(nn.Module):
         self._settle_parameters()
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
-        twin = type(self).__new__(type(self))
-        # The group is shared, not copied: there is only one.
-        memo |= {id(self): twin, id(self.tp_group): self.tp_group}
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = super().__deepcopy__(memo)
         twin._settle_parameters()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the group, which no other process could use."""
-        return self.__dict__ | {"tp_group": None, "_group_name": ""}
+        return super().__getstate__() | {"_group_name": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from padded_sp.parallel_layer import (
     normal_init,
     to_autocast_dtype,
 )
+from padded_sp.verdict import demand
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
@@ -209,10 +210,10 @@ class ParallelLinear(ParallelLayer):
         if te is not None:
             te.set_tensor_parallel_group(tp_group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = super().__deepcopy__(memo)
         if self.te is not None:
-            twin.te.set_tensor_parallel_group(self.tp_group)  # pyright: ignore
+            twin.te.set_tensor_parallel_group(self.tp_group)
         return twin
 
     def _settle_parameters(self) -> None:
@@ -252,23 +253,15 @@ class ParallelLinear(ParallelLayer):
         dtype = self.get_parameter(self._weight_names[0]).dtype if dtype is None else dtype
         recipe = self._recipe()
         if verify.is_enabled() and self.verify:
-            layer = "layer_norm_column" if self._norm_arguments() else self.parallel_mode
-            device = self.get_parameter(self._weight_names[0]).device
-            key = ("linear", self.backend, recipe, layer, dtype, device)
-            verdict = verify.agreed(
-                lambda: verify.verify_linear(
-                    self.backend, recipe=recipe, layer=layer, dtype=dtype, device=device
-                ),
-                key,
+            demand(
+                verify.verify_linear,
+                self.backend,
                 self.tp_group,
+                recipe=recipe,
+                layer="layer_norm_column" if self._norm_arguments() else self.parallel_mode,
+                dtype=dtype,
+                device=self.get_parameter(self._weight_names[0]).device,
             )
-            if not verdict.passed:
-                problem = "is wrong on this machine" if verdict.figures else "does not run here"
-                raise ValueError(
-                    f"backend {self.backend!r} {problem}: {verdict}. Use another "
-                    'recipe or backend; see "python -m padded_sp doctor"; verify=False or '
-                    "PADDED_SP_VERIFY=0 turns the check off"
-                )
         self._proved.add((recipe, dtype))
 
     def _recipe(self) -> str:

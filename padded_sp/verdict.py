@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -107,6 +107,27 @@ def agreed(check: Callable[[], Verdict], key: Hashable, tp_group: ProcessGroup |
 def is_enabled() -> bool:
     """Whether layers check their backends: not with ``PADDED_SP_VERIFY=0`` in the environment."""
     return os.environ.get("PADDED_SP_VERIFY", "1") != "0"
+
+
+def demand(
+    check: Callable[..., Verdict],
+    backend: str,
+    tp_group: ProcessGroup | None,
+    **combination: Any,
+) -> None:
+    """``check(backend, **combination)``, :func:`agreed` by the ranks, for a layer to go on by.
+
+    Raises: ValueError: the verdict fails, with its figures; otherwise as :func:`agreed`.
+    """
+    key = (check.__name__, backend, *map(str, combination.values()))
+    verdict = agreed(lambda: check(backend, **combination), key, tp_group)
+    if not verdict.passed:
+        problem = "is wrong on this machine" if verdict.figures else "does not run here"
+        raise ValueError(
+            f"backend {backend!r} {problem}: {verdict}. Use another backend or recipe; "
+            '"python -m padded_sp doctor --verify" shows all; verify=False or PADDED_SP_VERIFY=0 '
+            "turns the check off"
+        )
 
 
 def refuse_capture() -> None:

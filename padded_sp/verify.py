@@ -27,6 +27,7 @@ from padded_sp import alignment, backends, compare
 from padded_sp.backends import reference
 from padded_sp.boundaries import check_size
 from padded_sp.inert import inert_input, inert_output
+from padded_sp.masks import mask_name
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.verdict import Verdict, agreed, is_enabled, refuse_capture
 
@@ -140,9 +141,7 @@ def verify_attention(
 
     heads = f"{num_heads} heads of {head_dim}" + f"/{v_head_dim}" * (v_head_dim != head_dim)
     heads += f", {kv_heads} KV heads" * (kv_heads != num_heads)
-    subject = (
-        f"attention by {backend}, {heads}, {compare.mask_name(*window)}, {compare.name_of(dtype)}"
-    )
+    subject = f"attention by {backend}, {heads}, {mask_name(*window)}, {compare.name_of(dtype)}"
     subject += ", pads" if pads else ", no pads"
     limits: dict[str, float] = dict.fromkeys(("output", "grad_q", "grad_k", "grad_v"), limit)
     return compare.judged(subject, check, limits, device)

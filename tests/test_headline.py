@@ -28,7 +28,8 @@ TE_BLOCK = {
         "block": ratios(0.875, 1.125, 1.0, 1.0),
     },
 }
-GPU_TESTS = {"passed": 7, "failed": 1, "skipped": 2, "world_sizes": [2], "gpu": "NVIDIA H200"}
+GPU_TESTS = {"passed": 7, "failed": 1, "skipped": 2, "world_sizes": [2], "backend": "nccl"}
+GPU_TESTS |= {"gpu": "NVIDIA H200"}
 
 
 def run(folder, **records):
@@ -98,7 +99,9 @@ def test_unfit_records_leave_their_figures_out(tmp_path, te_block, left_out, rea
     assert figures["gpu_tests_passed"] == 7
 
 
-@pytest.mark.parametrize("change", [(None, "gpu"), ([1], "world_sizes")])
+@pytest.mark.parametrize(
+    "change", [(None, "gpu"), ([1], "world_sizes"), ("gloo, ranks share a GPU", "backend")]
+)
 def test_tests_count_on_two_gpu_ranks_only(tmp_path, change):
     figures, said = run(tmp_path, te_block=TE_BLOCK, gpu_tests=changed(GPU_TESTS, *change))
     assert "gpu_tests_passed" not in figures

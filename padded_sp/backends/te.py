@@ -24,11 +24,11 @@ except ImportError as error:
         "python -m pip install 'padded_sp[te]'"
     ) from error
 
+from padded_sp.backends.cudnn import Version, version_of
+
 __all__ = ["FP8GlobalStateManager", "recipes", "te", "tex"]
 
 FP8GlobalStateManager: Any = quantization.FP8GlobalStateManager
-
-Version = tuple[int, int, int]
 
 
 def _parsed(version: str) -> Version:
@@ -49,10 +49,7 @@ UNFUSED_DROPS_PADS = VERSION < (2, 16, 0)
 
 def cudnn_version() -> Version:
     """Of the cuDNN that Transformer Engine really loaded, which may not be PyTorch's."""
-    number = tex.get_cudnn_version()
-    # 9.19.0 reads 91900; before cuDNN 9 the major number stood one place lower: 8.9.7 reads 8907.
-    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
-    return major, rest // 100, rest % 100
+    return version_of(tex.get_cudnn_version())
 
 
 # --- recipes -------------------------------------------------------------------------------------

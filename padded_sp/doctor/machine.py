@@ -22,9 +22,8 @@ import torch
 from torch.cuda import nccl
 
 from padded_sp import alignment
+from padded_sp.backends.cudnn import Version, version_of
 from padded_sp.backends.torch_attention import uses_flash
-
-Version = tuple[int, int, int]
 
 _NOT_INSTALLED = "not installed"
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
@@ -100,7 +99,7 @@ def cudnn_of_pytorch() -> str:
         number = torch.backends.cudnn.version()
     except RuntimeError as error:  # older than the one that PyTorch was built with
         return str(error).partition("\n")[0]
-    return "none" if number is None else dotted(_decoded(number))
+    return "none" if number is None else dotted(version_of(number))
 
 
 def loaded_cudnn() -> dict[str, Version]:
@@ -112,7 +111,7 @@ def loaded_cudnn() -> dict[str, Version]:
         with contextlib.suppress(OSError, AttributeError):  # deleted meanwhile, or another library
             get_version = ctypes.CDLL(path).cudnnGetVersion  # already loaded: its own symbol
             get_version.restype = ctypes.c_size_t
-            versions[path] = _decoded(get_version())
+            versions[path] = version_of(get_version())
     return versions
 
 
@@ -128,12 +127,6 @@ def shipped_cudnn() -> Version | None:
 
 def dotted(version: tuple[int | str, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def _decoded(number: int) -> Version:
-    """91900 -> (9, 19, 0)"""
-    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
-    return major, rest // 100, rest % 100
 
 
 def _cudnn_files(version: Version) -> str:

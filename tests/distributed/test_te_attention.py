@@ -280,13 +280,13 @@ def test_fp8_recipes_leave_attention_alone(ranks):
 
 @on_te
 def proof_body(group):
-    from padded_sp import verify
+    from padded_sp import verdict, verify
 
     meta, _ = metas_of(group, True, False)
     inputs, _ = inputs_of(group, "causal", meta, meta)
     wrong = verify.Verdict("attention of te", False, {"grad_k": 0.3}, {"grad_k": 0.02})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "agreed", lambda check, key, group: wrong)
+        patch.setattr(verdict, "agreed", lambda check, key, group: wrong)
         with pytest.raises(ValueError, match=r"wrong on this machine.*grad_k 0\.3"):
             layer_of(group, "causal")(*inputs, meta)
         layer_of(group, "causal", verify=False)(*inputs, meta)

@@ -44,6 +44,7 @@ from padded_sp import (
     seq_meta,
     verify,
 )
+from padded_sp import verdict as verdict_of_ranks
 from padded_sp.backends import te_linear
 from padded_sp.backends.te import (
     FP8GlobalStateManager,
@@ -854,7 +855,7 @@ def wrong_numbers_are_refused(group):
     trusting = ours(ColumnParallelLinear, group, verify=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PADDED_SP_VERIFY", raising=False)
-        patch.setattr(verify, "agreed", lambda *_: verdict)
+        patch.setattr(verdict_of_ranks, "agreed", lambda *_: verdict)
         with autocast(recipe_of("fp8_current"), group):
             with pytest.raises(ValueError, match=re.escape(str(verdict))):
                 layer.prepare()
