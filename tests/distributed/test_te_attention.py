@@ -6,6 +6,7 @@ Without the real one it runs on the double in ``tests/fake_te``, which proves th
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def inputs_of(group, shape, meta, kv_meta):
 
 def run_layer(layer, inputs, grad, meta, kv_meta):
     inputs = [x.clone().requires_grad_() for x in inputs]
-    out = layer(*inputs, meta, kv_meta)
+    # No leaves: of a leaf the layer makes a copy, whose own backward would zero pads.
+    out = layer(*(x.clone() for x in inputs), meta, kv_meta)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.clone())]
 
 
@@ -202,6 +204,34 @@ def capacity_body(group):
 @pytest.mark.max_ranks(1)
 def test_capacity(ranks):
     ranks.run(capacity_body)
+
+
+@on_te
+def determinism_body(group):
+    """Transformer Engine reads it when a module is built; one built before must not serve after."""
+    from padded_sp.backends import te_attention
+
+    meta, _ = metas_of(group, True, False)
+    inputs, grad = inputs_of(group, "causal", meta, meta)
+    te_attention._attention.cache_clear()
+    built = []
+    module = te_attention.te.DotProductAttention
+
+    def build(*args, **kwargs):
+        built.append(os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"])
+        return module(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(te_attention.te, "DotProductAttention", build)
+        for allowed in ("0", "1", "0", "1"):
+            patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", allowed)
+            run_layer(layer_of(group, "causal", verify=False), inputs, grad, meta, None)
+    assert built == ["0", "1"]
+
+
+@pytest.mark.max_ranks(1)
+def test_determinism_is_what_it_is_now(ranks):
+    ranks.run(determinism_body)
 
 
 @on_te
