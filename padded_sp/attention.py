@@ -203,9 +203,9 @@ class DotProductAttention(SharesGroup):
 
         # Rows that are pads by one of two metas may be real by the other.
         inplace = self.inplace and (kv_meta is meta or not _share_memory(q, k, v))
-        q = inert_input(q, meta, inplace=inplace)
-        k = inert_input(k, kv_meta, inplace=inplace)
-        v = inert_input(v, kv_meta, inplace=inplace)
+        q = inert_input(q, meta, inplace=inplace, zero_gradient=True)
+        k = inert_input(k, kv_meta, inplace=inplace, zero_gradient=True)
+        v = inert_input(v, kv_meta, inplace=inplace, zero_gradient=True)
         dropout = self.dropout if self.training else 0.0
         with self._rng(dropout):
             out = self._attend(
@@ -219,7 +219,8 @@ class DotProductAttention(SharesGroup):
                 softmax_scale=self.softmax_scale,
             )
         # Not by a view, which inert_output must not get.
-        out = torch.ops.aten._unsafe_view(out.contiguous(), (out.shape[0], out.shape[1:].numel()))
+        shape = out.shape[0], self.num_heads // self.tp_size * self.v_head_dim
+        out = torch.ops.aten._unsafe_view.default(out.contiguous(), shape)
         return inert_output(out, meta, inplace=self.inplace)
 
     def _rng(self, dropout: float) -> Any:

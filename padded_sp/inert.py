@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.padding import zero_padding_copy, zero_rows_
+from padded_sp.padding import zero_padding_copy, zero_rows_, zeroed_copy
 
 # Autograd nodes whose formula divides by their result, or takes the exponential of its distance to
 # the input. Source: PyTorch tools/autograd/derivatives.yaml, the formulas with ``result``.
@@ -21,7 +21,12 @@ _DIVIDE_BY_RESULT = ("SqrtBackward", "ForeachSqrt", "HypotBackward", "LogsumexpB
 
 
 def inert_input(
-    x: Tensor, meta: PaddedSeqMeta, *, first_row: int = 0, inplace: bool = True
+    x: Tensor,
+    meta: PaddedSeqMeta,
+    *,
+    first_row: int = 0,
+    inplace: bool = True,
+    zero_gradient: bool = False,
 ) -> Tensor:
     """``x`` with pad rows exactly zero.
 
@@ -30,13 +35,20 @@ def inert_input(
     the version counter: relu, softmax and exp save their output, and an ordinary in-place write
     would make their backward refuse it. What they get on these rows is a gradient of zero, and
     what they make of it is zero whatever they saved, unless they divide by that.
+
+    ``zero_gradient``: the op may leave anything in the pad rows of the gradient of ``x``, and
+    zeros go on to whatever made it.
     """
     if not _has_pads(x, meta, first_row):
         return x
-    if inplace and not torch.compiler.is_compiling() and _may_overwrite(x):
+    if torch.compiler.is_compiling():
+        return zero_padding_copy(x, meta, first_row)
+    if inplace and _may_overwrite(x):
         zero_rows_(x, meta, first_row)
-        return x
-    return zero_padding_copy(x, meta, first_row)
+        if not (zero_gradient and x.requires_grad):
+            return x
+        return _Zeroed.apply(x, meta, first_row, inplace, False)
+    return _Zeroed.apply(x, meta, first_row, inplace, True)
 
 
 def inert_output(
@@ -72,25 +84,21 @@ def inert_output(
     return y
 
 
-def inert_input_gradient(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
-    """``x`` [T, ...], in front of an op that may leave anything in the pad rows of its gradient.
-
-    The gradient that goes on to whatever made ``x`` has zeros there.
-    """
-    if not x.requires_grad or not _has_pads(x, meta, 0):
-        return x
-    return _ZeroedGradient.apply(x, meta)
-
-
-class _ZeroedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, meta: PaddedSeqMeta) -> Tensor:
-        ctx.meta = meta
-        return x.view_as(x)
+class _Zeroed(torch.autograd.Function):
+    """A tensor whose pad rows are zero, or a copy with such rows, and so its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return inert_gradient(grad, ctx.meta), None
+    def forward(
+        ctx: Any, x: Tensor, meta: PaddedSeqMeta, first_row: int, inplace: bool, copies: bool
+    ) -> Tensor:
+        ctx.where = meta, first_row, inplace
+        return zeroed_copy(x, meta, first_row) if copies else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        meta, first_row, inplace = ctx.where
+        zeroed = inert_gradient(grad, meta, first_row=first_row, inplace=inplace)
+        return zeroed, None, None, None, None
 
 
 def inert_gradient(

@@ -77,7 +77,12 @@ class Layout:
 
     def num_pads_in(self, start: int, stop: int) -> int:
         """How many of the rows ``start .. stop`` are pads (a host count)."""
-        return self._pads_before(stop) - self._pads_before(start)
+        if (start, stop) == (0, self.num_rows):
+            return self.num_rows - self.num_tokens
+        key = ("num_pads_in", start, stop)
+        if key not in self._cache:
+            self._cache[key] = self._pads_before(stop) - self._pads_before(start)
+        return self._cache[key]
 
     def _pads_before(self, row: int) -> int:
         if "pad_count" not in self._cache:

@@ -12,7 +12,7 @@ from torch.types import Number
 
 from padded_sp import boundaries
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.rows import beside, gather_rows, zero_pads_, zero_row_list_
+from padded_sp.rows import beside, contiguous_copy, gather_rows, zero_pads_, zero_row_list_
 
 
 def pad(tokens: Tensor, meta: PaddedSeqMeta, fill: Number = 0) -> Tensor:
@@ -127,6 +127,11 @@ def zero_padding_copy(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Ten
     return gather_rows(x, index, index, 0)
 
 
+def zeroed_copy(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Tensor:
+    """``zero_padding_copy`` for inside an autograd function, which brings its own gradient."""
+    return zero_rows_(contiguous_copy(x), meta, first_row)
+
+
 def zero_rows_(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Tensor:
     """Write zeros to the pad rows of x, to nothing else, unseen by autograd; for layers.
 
@@ -135,11 +140,10 @@ def zero_rows_(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Tensor:
 
         x        [rows, ...]   all rows of the pack, or a shard of them from first_row on
     """
-    stop = first_row + x.shape[0]
     if meta.is_capacity:
         zero_pads_(x.data, meta.cu_seqlens, meta.cu_seqlens_padded, first_row)
-    elif meta.num_pads_in(first_row, stop):
-        zero_row_list_(x.data, meta.pad_rows_in(first_row, stop))
+    else:
+        zero_row_list_(x.data, meta.pad_rows_in(first_row, first_row + x.shape[0]))
     return x
 
 

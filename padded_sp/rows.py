@@ -1,9 +1,10 @@
-"""The row operations under ``padding.py``: torch on every device, Triton on CUDA.
+"""The row operations under ``padding.py``: torch on every device, Triton on CUDA where that gains.
 
-Registered with torch.library, so that torch.compile keeps them whole and knows shape and gradient.
-All work on the bits of a row: exact for every dtype, NaN and float8 included.
+All work on the bits of a row: exact for every dtype, NaN and float8 included. Those with a kernel
+are registered with torch.library: torch.compile keeps them whole and knows shape and gradient.
 """
 
+import math
 import sys
 from functools import lru_cache
 
@@ -27,8 +28,18 @@ def gather_rows(src: Tensor, index: Tensor, inverse: Tensor, fill: Number) -> Te
 
 
 def zero_row_list_(x: Tensor, rows: Tensor) -> None:
-    """Zero the listed rows of x, ``rows`` int64 in [0, S), x [S, ...]. No version bump."""
-    torch.ops.padded_sp.zero_row_list_(x, rows)
+    """Zero the listed rows of x, ``rows`` int64 in [0, S), x [S, ...].
+
+    Torch's own operation, in elements of 16 bytes as fast as a kernel, costs the host a third of a
+    Triton launch, and a layer calls it up to four times a step.
+    """
+    _wide_bits(x).index_fill_(0, rows, 0)
+
+
+def contiguous_copy(x: Tensor) -> Tensor:
+    """x in new, contiguous memory, unseen by autograd. Slices of columns are copied in elements of
+    up to 16 bytes: torch's copy takes them one by one."""
+    return _wide_bits(x.data).clone(memory_format=torch.contiguous_format).view(x.dtype)
 
 
 def zero_pads_(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, first_row: int) -> None:
@@ -56,10 +67,6 @@ def _gather_rows_torch(src: Tensor, index: Tensor, inverse: Tensor, fill: Number
     return out.view(src.dtype)
 
 
-def _zero_row_list_torch(x: Tensor, rows: Tensor) -> None:
-    _bits(x).index_fill_(0, rows, 0)
-
-
 def _zero_pads_torch(
     x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, first_row: int
 ) -> None:
@@ -83,13 +90,6 @@ def _gather_rows_cuda(src: Tensor, index: Tensor, inverse: Tensor, fill: Number)
     return out
 
 
-def _zero_row_list_cuda(x: Tensor, rows: Tensor) -> None:
-    from padded_sp.kernels import padding as kernels
-
-    zero = kernels.zero_row_list_ if kernels.takes(x) else _zero_row_list_torch
-    zero(_bits(x), rows.contiguous())
-
-
 def _zero_pads_cuda(
     x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, first_row: int
 ) -> None:
@@ -102,6 +102,15 @@ def _zero_pads_cuda(
 def _bits(x: Tensor) -> Tensor:
     """x as integers of its width; itself where there are none so wide (complex128)."""
     return x.view(_INTEGER[x.itemsize]) if x.itemsize in _INTEGER else x
+
+
+def _wide_bits(x: Tensor) -> Tensor:
+    """x as integers, or pairs of floats, as wide as its rows, strides and address allow."""
+    if type(x) is not Tensor or x.dim() < 2 or x.stride(-1) != 1 or not x.numel():
+        return _bits(x)
+    elements = math.gcd(x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    width = math.gcd(elements * x.itemsize, x.data_ptr(), 16)
+    return x.view(_WIDE.get(width, x.dtype)) if width > x.itemsize else _bits(x)
 
 
 @lru_cache
@@ -117,6 +126,7 @@ def _fill_bits(fill: Number, dtype: torch.dtype) -> Number:
 
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDE = _INTEGER | {16: torch.complex128}
 
 
 # The gradient of a gather, and shapes for the compiler.
@@ -156,12 +166,6 @@ _register(
     _gather_rows_torch,
     _gather_rows_cuda,
     _gathered_shape,
-)
-_register(
-    "zero_row_list_(Tensor(a!) x, Tensor rows) -> ()",
-    _zero_row_list_torch,
-    _zero_row_list_cuda,
-    _no_shape,
 )
 _register(
     "zero_pads_(Tensor(a!) x, Tensor cu_seqlens, Tensor cu_seqlens_padded, SymInt first_row) -> ()",

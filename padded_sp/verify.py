@@ -116,7 +116,7 @@ def verify_attention(
         leaves = {name: x.requires_grad_() for name, x in tensors.items()}
         grad, meta = rows.draw(num_heads * v_head_dim), rows.meta
 
-        q, k, v = (inert_input(x, meta) for x in leaves.values())
+        q, k, v = (inert_input(x, meta, zero_gradient=True) for x in leaves.values())
         out = module.dot_product_attention(q, k, v, meta, meta, dropout=0.0, **options)
         out = torch.ops.aten._unsafe_view(out.contiguous(), grad.shape)
         actual = compare.results(inert_output(out, meta), leaves, grad.clone())

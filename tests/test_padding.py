@@ -27,7 +27,7 @@ from padded_sp.padding import (
     zero_padding_copy,
     zero_rows_,
 )
-from padded_sp.rows import gather_rows
+from padded_sp.rows import gather_rows, zero_row_list_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CORNERS = list(corner_cases())
@@ -495,9 +495,33 @@ def test_operations_pass_opcheck(dtype: torch.dtype) -> None:
     ops = torch.ops.padded_sp
     torch.library.opcheck(ops.gather_rows.default, (src, index, inverse, 1))
     x = torch.ones(meta.num_rows, 2, device=DEVICE).to(dtype)
-    torch.library.opcheck(ops.zero_row_list_.default, (x, meta.pad_rows))
     boundaries = (meta.cu_seqlens, meta.cu_seqlens_padded)
     torch.library.opcheck(ops.zero_pads_.default, (x[4:], *boundaries, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("columns", "first", "taken"),
+    [(16, 0, 16), (32, 8, 16), (64, 1, 8), (48, 2, 3), (9, 0, 9), (1, 0, 1), (5, 5, 0)],
+)
+def test_zero_row_list_writes_the_listed_rows_only(
+    dtype: torch.dtype, columns: int, first: int, taken: int
+) -> None:
+    """Whatever elements it writes by: rows of 16 bytes and of one, apart, at any address."""
+    memory = values((9, 2, columns), dtype).to(DEVICE)
+    expected, written = memory.clone(), slice(first, first + taken)
+    zero_row_list_(memory[2:7, :, written], torch.tensor([4, 0, 2], device=DEVICE))
+    in_bytes = slice(first * dtype.itemsize, (first + taken) * dtype.itemsize)
+    expected.view(torch.uint8)[[6, 2, 4], :, in_bytes] = 0
+    assert same_bits(memory, expected)
+
+
+def test_zero_row_list_of_no_rows_and_of_scalars() -> None:
+    x = torch.arange(1.0, 5, device=DEVICE)
+    zero_row_list_(x, torch.tensor([], dtype=torch.int64, device=DEVICE))
+    zero_row_list_(x, torch.tensor([3, 1], device=DEVICE))
+    assert x.tolist() == [1, 0, 3, 0]
+    zero_row_list_(x.new_empty(0, 4), torch.tensor([], dtype=torch.int64, device=DEVICE))
 
 
 def test_gather_from_nothing() -> None:

@@ -106,24 +106,6 @@ def test_gather_takes_a_slice_of_columns(kernels):
     assert torch.equal(bits(out), bits(expected))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_zero_row_list_writes_the_listed_rows_only(kernels, dtype, shape):
-    memory = random_bits((9, *shape), dtype)
-    expected = bits(memory).clone()
-    kernels.zero_row_list_(bits(memory[2:7]), torch.tensor([4, 0, 2], device=DEVICE))
-    expected[[6, 2, 4]] = 0
-    assert torch.equal(bits(memory), expected)
-
-
-def test_zero_row_list_leaves_what_lies_between_rows(kernels):
-    memory = random_bits((9, 10), torch.bfloat16)
-    expected = bits(memory).clone()
-    kernels.zero_row_list_(bits(memory)[:, 3:8], torch.tensor([8, 1], device=DEVICE))
-    expected[[8, 1], 3:8] = 0
-    assert torch.equal(bits(memory), expected)
-
-
 @few_examples
 @given_packs
 def test_zero_pads_finds_the_pads_on_the_device(kernels, pack):
@@ -159,7 +141,6 @@ def test_nothing_to_do_launches_nothing(kernels):
     no_rows = torch.empty(0, dtype=torch.int64, device=DEVICE)
     boundaries = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     kernels.gather_rows(nothing, no_rows, 0, nothing)
-    kernels.zero_row_list_(nothing, no_rows)
     kernels.zero_pads_(nothing, boundaries, boundaries, 0)
 
 

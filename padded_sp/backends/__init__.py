@@ -34,7 +34,7 @@ def surrounding_fp8_recipe() -> Any | None:
     """
     if "transformer_engine.pytorch" not in sys.modules:
         return None
-    return import_module("padded_sp.backends.te").fp8_recipe()
+    return _module("padded_sp.backends.te").fp8_recipe()
 
 
 def load(backends: dict[str, str], name: str) -> ModuleType:
@@ -44,4 +44,8 @@ def load(backends: dict[str, str], name: str) -> ModuleType:
     """
     if name not in backends:
         raise ValueError(f"there is no backend {name!r}; choose one of {sorted(backends)}")
-    return import_module(backends[name])
+    return _module(backends[name])
+
+
+def _module(path: str) -> ModuleType:
+    return sys.modules.get(path) or import_module(path)

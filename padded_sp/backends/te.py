@@ -9,7 +9,10 @@ state. Imported when a layer first asks for backend "te", never with ``padded_sp
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 try:
@@ -47,6 +50,7 @@ GATHERS_UNALIGNED_BLOCKS = VERSION >= (2, 14, 0)
 UNFUSED_DROPS_PADS = VERSION < (2, 16, 0)
 
 
+@functools.cache
 def cudnn_version() -> Version:
     """Of the cuDNN that Transformer Engine really loaded, which may not be PyTorch's."""
     return version_of(tex.get_cudnn_version())
@@ -128,3 +132,19 @@ def autocast(recipe: Any | None, group: Any | None = None) -> Any:
     that warns.
     """
     return te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group)
+
+
+@contextmanager
+def without_fp8() -> Iterator[None]:
+    """``autocast(None)`` inside of another, without the recipe and the key that it makes each time.
+
+    The switch is an attribute of the manager in 2.12, in 2.20 of the object that holds its state.
+    """
+    state = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    name = "fp8_enabled" if hasattr(state, "fp8_enabled") else "FP8_ENABLED"
+    before = getattr(state, name)
+    setattr(state, name, False)
+    try:
+        yield
+    finally:
+        setattr(state, name, before)

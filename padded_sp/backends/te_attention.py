@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padded_sp.backends.te import UNFUSED_DROPS_PADS, autocast, cudnn_version, fp8_recipe, te
+from padded_sp.backends.te import UNFUSED_DROPS_PADS, cudnn_version, fp8_recipe, te, without_fp8
 from padded_sp.backends.torch_attention import zeros_like_output
-from padded_sp.inert import inert_input_gradient
 from padded_sp.meta import PaddedSeqMeta
 
 # From this cuDNN on, Hopper's gradients of short, heavily padded sequences are no NaN (TE #2186).
@@ -41,7 +40,7 @@ def dot_product_attention(
         out  [T, heads, D_v]         v  [T_kv, kv_heads, D_v]
 
     window = (left, right), -1 for no limit, aligned bottom-right as in ``torch_attention``. Pad
-    rows of the gradients of q, k and v are zero; those of out may hold anything. No communication.
+    rows of out and of the gradients of q, k and v may hold anything. No communication.
 
     Raises: ValueError: no backend of Transformer Engine takes these; a cuDNN whose gradients are
         known to be NaN between pads.
@@ -50,8 +49,6 @@ def dot_product_attention(
     _check(q, k, v, has_pads)
     if not (q.shape[0] and k.shape[0]):
         return zeros_like_output(q, k, v)
-    q = inert_input_gradient(q, meta)
-    k, v = (inert_input_gradient(x, kv_meta) for x in (k, v))
     causal = window[1] == 0
     mask = "padding" if not causal else "padding_causal"
     if causal and kv_meta is not meta:
@@ -60,7 +57,7 @@ def dot_product_attention(
     attention = _attention(*sizes, dropout, softmax_scale, q.device, _is_deterministic())
     # Attention has no FP8 here. In an FP8 autocast the module, which all layers of one shape share,
     # would keep scales for its recipe.
-    in_bf16 = nullcontext() if fp8_recipe() is None else autocast(None)
+    in_bf16 = nullcontext() if fp8_recipe() is None else without_fp8()
     try:
         with in_bf16:
             out = attention(

@@ -171,7 +171,9 @@ def run(
         if not GATHERS_UNALIGNED_BLOCKS:
             return _run_between_our_collectives(module, x, meta, tp_group, is_first_microbatch)
     y, bias, normed = _call(module, x, is_first_microbatch)
-    return _own(y), bias, None if normed is None else _own(normed)
+    if meta.has_padding:
+        y, normed = _own(y), None if normed is None else _own(normed)
+    return y, bias, normed
 
 
 def _call(
@@ -186,7 +188,7 @@ def _call(
 def _own(y: Tensor) -> Tensor:
     """Not a view, which the output of a Transformer Engine module may be: hooks that a layer puts
     on it would miss the gradient once a caller goes on in place."""
-    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
 
 
 def _run_between_our_collectives(

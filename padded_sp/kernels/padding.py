@@ -45,15 +45,6 @@ def gather_rows(src: Tensor, index: Tensor, fill: int, out: Tensor) -> None:
             )
 
 
-def zero_row_list_(x: Tensor, rows: Tensor) -> None:
-    """Zero the rows of x [S, ...] (integer dtype) that ``rows`` (int64, contiguous) lists."""
-    row_elements = _row_elements(x)
-    grid, block = _tiles(rows.shape[0], row_elements)
-    if rows.shape[0] and row_elements:
-        with torch.cuda.device_of(x):
-            _zero_row_list[grid](x, rows, rows.shape[0], row_elements, x.stride(0), *block)
-
-
 def zero_pads_(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, first_row: int) -> None:
     """Zero the pad rows among rows [first_row, first_row + S) of a pack, held by x [S, ...].
 
@@ -114,23 +105,6 @@ def _gather_rows(
         other=fill,
     )
     tl.store(out + row[:, None] * row_elements + column[None, :], values, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_listed"])
-def _zero_row_list(
-    x,
-    rows,
-    num_listed,
-    row_elements,
-    row_stride,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    listed = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    row = tl.load(rows + listed, mask=listed < num_listed, other=0)
-    inside = (listed < num_listed)[:, None] & (column < row_elements)[None, :]
-    tl.store(x + row[:, None] * row_stride + column[None, :], 0, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_row"])
