@@ -171,9 +171,7 @@ def run(
         if not GATHERS_UNALIGNED_BLOCKS:
             return _run_between_our_collectives(module, x, meta, tp_group, is_first_microbatch)
     y, bias, normed = _call(module, x, is_first_microbatch)
-    if meta.has_padding:
-        y, normed = _own(y), None if normed is None else _own(normed)
-    return y, bias, normed
+    return _own(y), bias, None if normed is None else _own(normed)
 
 
 def _call(
