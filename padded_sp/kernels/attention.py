@@ -9,6 +9,9 @@ No two programs add to one number: results are the same bits at every run. Score
 of log2. Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2.
 """
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# (that an int is a tl.constexpr here, and a sum a tensor, Triton's types do not say)
+
 import triton
 import triton.language as tl
 
