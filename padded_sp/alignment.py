@@ -7,9 +7,10 @@ to one multiple more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import lcm
+from math import gcd, lcm
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 
 Recipe = Literal["bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8"]
 Placement = Literal["tail", "own_entry", "each_sequence"]
+_SIZES = (
+    "tp_size",
+    "cp_size",
+    "sequence_multiple",
+    "total_multiple",
+    "num_sequences",
+    "inner_rows",
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,8 @@ def check_features(recipe: str, in_features: int, out_features: int) -> None:
 def travels_as_fp8(recipe: str, num_rows: int, features: int, tp_size: int) -> bool:
     """Whether a gather to ``num_rows`` rows of ``features`` sends FP8; if not, it sends BF16.
 
-    With ``tp_size`` 1, where nothing is sent: whether the recipe's GEMMs take such an operand.
+    Rows as GEMMs see them: of x [rows, *, K] the product of all dims but the last. With ``tp_size``
+    1, where nothing is sent: whether the recipe's GEMMs take such an operand.
     """
     rule = RECIPES[recipe][tp_size > 1]
     aligned = num_rows % (tp_size * rule.rows_per_rank) == 0 and features % rule.features == 0
@@ -128,6 +138,8 @@ class AlignPolicy:
         placement: where the rows go that only the total needs: "tail" lengthens the last padded
             length, "own_entry" adds a zero-length entry for them, "each_sequence" aligns every
             padded length to the total's multiple.
+        inner_rows: rows that GEMMs see for each row of the pack: the product of the dims between,
+            for x [rows, *, K].
 
     Raises: ValueError: an unknown recipe or placement; sizes or multiples below 1.
     Source: TransformerEngine ``transformer_engine/pytorch/utils.py`` (assert_dim_for_fp8_exec),
@@ -143,6 +155,7 @@ class AlignPolicy:
     bucket: int | Sequence[int] | None = None
     num_sequences: int | None = None
     placement: Placement = "tail"
+    inner_rows: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, str) or self.recipe not in RECIPES:
@@ -152,7 +165,7 @@ class AlignPolicy:
                 f"unknown placement {self.placement!r}; known: {', '.join(get_args(Placement))}"
             )
         # Stored as Python integers: hashable, and NumPy's would overflow.
-        for name in ("tp_size", "cp_size", "sequence_multiple", "total_multiple", "num_sequences"):
+        for name in _SIZES:
             size = getattr(self, name)
             if name != "num_sequences" or size is not None:
                 object.__setattr__(self, name, check_size(size, name))
@@ -175,13 +188,16 @@ class AlignPolicy:
         """The multiple of every padded length, in rows."""
         return lcm(self._chunks, self.sequence_multiple)
 
-    @property
+    @functools.cached_property
     def total_alignment(self) -> int:
         """The multiple of the total, in rows. Context parallelism splits the rows first.
 
         It contains the sequences' own multiple: their lengths add up to nothing else.
         """
-        rows = lcm(self.rule.rows_per_rank * self.tp_size, self.rule.rows)
+        per_rank, rows = (
+            n // gcd(n, self.inner_rows) for n in (self.rule.rows_per_rank, self.rule.rows)
+        )
+        rows = lcm(per_rank * self.tp_size, rows)
         return lcm(self.sequence_alignment, self.cp_size * rows, self.total_multiple)
 
     @property
@@ -284,13 +300,14 @@ class AlignPolicy:
         if rows % (cp_size * tp_size):
             yield f"{rows} rows do not divide over tp {tp_size} x cp {cp_size} into equal shards"
         gathered, shard = rows // cp_size, rows // (cp_size * tp_size)
-        if shard % rule.rows_per_rank:
+        each = f" x {self.inner_rows} in each" if self.inner_rows > 1 else ""
+        if shard * self.inner_rows % rule.rows_per_rank:
             yield (
-                f"{shard} rows per rank (of {rows}) are no multiple of {rule.rows_per_rank}: "
+                f"{shard} rows per rank (of {rows}){each} are no multiple of {rule.rows_per_rank}: "
                 f"{rule.reason}"
             )
-        if gathered % rule.rows:
-            yield f"{gathered} rows are no multiple of {rule.rows}: {rule.reason}"
+        if gathered * self.inner_rows % rule.rows:
+            yield f"{gathered} rows{each} are no multiple of {rule.rows}: {rule.reason}"
         if rows % self.total_multiple:
             yield f"{rows} rows are no multiple of total_multiple {self.total_multiple}"
 

@@ -1,11 +1,12 @@
-"""State dicts that ``torch.distributed.checkpoint`` saves at one tp size and loads at another."""
+"""What ``torch.distributed.checkpoint`` saves at one tp size and loads at another."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from padded_sp.linear_parameters import LinearParameters
 from padded_sp.parallel_layer import ParallelLayer
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         dcp.load(sharded_state_dict(model_at_another_tp_size), checkpoint_id=path)
 
     Names are those of ``state_dict()``, behind ``prefix``, without Transformer Engine's
-    ``_extra_state``: scales and amax histories are this rank's own and fit no other tp size.
-    Delayed scaling starts them anew; to keep them, save ``state_dict()`` of each rank.
-    Communicates nothing.
+    ``_extra_state``, whose size differs before and after the first step: :class:`FP8State` has what
+    delayed scaling keeps there. Communicates nothing.
 
     Raises: ValueError: a layer built with ``tp_size`` > 1 has no group yet.
     """
@@ -48,6 +48,50 @@ def sharded_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         elif isinstance(tensor, Tensor):
             state[key] = tensor.detach()
     return state
+
+
+class FP8State:
+    """The scales and amax histories of delayed scaling, beside the parameters of a model.
+
+    Of layers over Transformer Engine; other recipes keep nothing. An entry of its own in what is
+    saved, since checkpoints of BF16, of other recipes and of backend "torch" have none:
+
+        dcp.save({"model": sharded_state_dict(model), "fp8": FP8State(model)}, checkpoint_id=path)
+        dcp.load({"model": sharded_state_dict(fresh), "fp8": FP8State(fresh)}, checkpoint_id=path)
+
+    ``torch.distributed.checkpoint`` calls the methods, on entries of the outermost dict alone. What
+    is loaded goes on bit for bit; without it delayed scaling starts anew. The amax is that of the
+    whole tensor on every rank, so that one rank's state is everyone's and fits any tp size.
+    Reads the device when it saves. Communicates nothing.
+
+    Args: prefix: goes in front of the layers' names, as in :func:`sharded_state_dict`.
+    Raises: ValueError: when it saves, under ``DelayedScaling(reduce_amax=False)`` with tp > 1:
+        each rank has scales of its own then, of which a checkpoint would keep one.
+    """
+
+    def __init__(self, model: nn.Module, prefix: str = "") -> None:
+        self._layers: dict[str, Any] = {
+            prefix + name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, LinearParameters) and layer.backend == "te"
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each layer by its name, on the host; None where it has none."""
+        state = {name: layer.te.delayed_state() for name, layer in self._layers.items()}
+        for name, of_layer in state.items():
+            if of_layer and self._layers[name].tp_size > 1 and not of_layer[0].reduce_amax:
+                raise ValueError(
+                    f"{name or 'the layer'} has scales that differ between ranks, by "
+                    "DelayedScaling(reduce_amax=False), and a checkpoint would keep those of one: "
+                    "save state_dict() of each rank to a file of its own"
+                )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Gives each layer its state; a layer without one is left as it is."""
+        for name, layer in self._layers.items():
+            layer.te.load_delayed_state(state[name])
 
 
 def _as_dtensor(

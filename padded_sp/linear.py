@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from padded_sp.backends import torch_linear
@@ -48,6 +49,7 @@ class ColumnParallelLinear(ParallelLinear):
         backend: "torch", or "te": Transformer Engine's GEMMs in the recipe of the surrounding
             ``te.autocast``, BF16 outside of one. Names and state dict are then te.Linear's; under
             ``te.fp8_model_init`` the weight itself is FP8. ``device`` None is "cuda" there.
+            torch.compile leaves it as it is, between two compiled parts.
         fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name: of te.Linear. With a
             tracker each rank draws its own part under it.
         verify: prove the backend on this machine before its first use; see :meth:`prepare`.
@@ -56,8 +58,8 @@ class ColumnParallelLinear(ParallelLinear):
         ImportError: backend "te" without Transformer Engine.
         ValueError: sizes below 1; a part that R does not divide; parts that do not add up; at the
             call, before anything is communicated: no group, x or meta of other rows, features,
-            dtype or device; rows or features that the FP8 recipe in force does not allow; an FP8
-            autocast around backend "torch"; a backend whose numbers are wrong here.
+            dtype or device; rows (times *) or features that the FP8 recipe in force does not
+            allow; an FP8 autocast around backend "torch"; a backend whose numbers are wrong here.
         RuntimeError: in backward, where a weight that it needs was written after forward.
     """
 
@@ -74,10 +76,12 @@ class ColumnParallelLinear(ParallelLinear):
         ``is_first_microbatch``: with backend "te" in FP8, True quantises the weight anew and keeps
         that for the next micro-batches, False takes what is kept, None keeps nothing.
         """
+        if self.backend == "te" and torch.compiler.is_dynamo_compiling():
+            return self._te_linear.eagerly(self.forward, x, meta, is_first_microbatch)
         meta = resolve_meta(meta)
         recipe = self._check(x, meta)
         rows = {"first_row": self._first_row(meta), "inplace": self.inplace}
-        if self.te is not None:
+        if self.backend == "te":
             x = inert_input(x, meta, **rows)
             y, bias, _ = self._run_te(x, meta, recipe, is_first_microbatch)
             y = self._inert(y, meta)
@@ -93,7 +97,7 @@ class ColumnParallelLinear(ParallelLinear):
             x,
             meta,
             features=self.in_features,
-            shards=self.tp_size if self.sequence_parallel else 1,
+            shards=self._shards,
             parameter=getattr(self, self._weight_names[0]),
         )
         return self._check_recipe(x, meta)
@@ -140,6 +144,8 @@ class RowParallelLinear(ParallelLinear):
         is_first_microbatch: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [T, *, K / R] -> [T / R, *, O]; (that, bias) with ``return_bias``."""
+        if self.backend == "te" and torch.compiler.is_dynamo_compiling():
+            return self._te_linear.eagerly(self.forward, x, meta, is_first_microbatch)
         meta = resolve_meta(meta)
         self._check_input(
             x,
@@ -149,7 +155,7 @@ class RowParallelLinear(ParallelLinear):
             parameter=getattr(self, self._weight_names[0]),
         )
         recipe = self._check_recipe(x, meta)
-        if self.te is not None:
+        if self.backend == "te":
             x = inert_input(x, meta, inplace=self.inplace)
             y, bias, _ = self._run_te(x, meta, recipe, is_first_microbatch)
         else:
@@ -227,11 +233,13 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         is_first_microbatch: bool | None = None,
     ) -> Any:
         """x [T / R, *, K] -> y [T, *, O / R], or (y, bias, normalised x) as asked for."""
+        if self.backend == "te" and torch.compiler.is_dynamo_compiling():
+            return self._te_linear.eagerly(self.forward, x, meta, is_first_microbatch)
         meta = resolve_meta(meta)
         recipe = self._check(x, meta)
         rows = {"first_row": self._first_row(meta), "inplace": self.inplace}
         x = inert_input(x, meta, **rows)
-        if self.te is not None:
+        if self.backend == "te":
             y, bias, normed = self._run_te(x, meta, recipe, is_first_microbatch)
             y = self._inert(y, meta)
             if normed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ PLACEMENTS = ("tail", "own_entry", "each_sequence")
 def is_legal(policy: AlignPolicy, padded_lens: Sequence[int]) -> bool:
     """The rules of Transformer Engine's linears on Hopper, without any arithmetic of the planner.
 
-    Context parallelism splits the rows first; what is left is split over the tp ranks.
+    Context parallelism splits the rows first; what is left is split over the tp ranks. GEMMs see
+    ``inner_rows`` rows for each.
     """
     tp, cp, recipe = policy.tp_size, policy.cp_size, policy.recipe
     if cp > 1 and any(length % (2 * cp) for length in padded_lens):
@@ -30,7 +32,7 @@ def is_legal(policy: AlignPolicy, padded_lens: Sequence[int]) -> bool:
     total = sum(padded_lens)
     if total % (cp * tp) or total % policy.total_multiple:
         return False
-    gathered = total // cp
+    gathered = total // cp * policy.inner_rows
     shard = gathered // tp
     if recipe == "bf16":
         return True
@@ -59,6 +61,7 @@ policies = st.builds(
     sequence_multiple=st.sampled_from([1, 3, 16]),
     total_multiple=st.sampled_from([1, 10, 64]),
     placement=st.sampled_from(PLACEMENTS),
+    inner_rows=st.sampled_from([1, 2, 3, 4, 20, 128]),
 )
 
 
@@ -80,8 +83,8 @@ def test_a_plan_is_legal_and_passes_its_own_check(seq_lens, policy):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("fp8_wire", [True, False])
 def test_no_legal_layout_has_fewer_pads(recipe, fp8_wire):
-    for tp_size, cp_size in itertools.product([1, 2, 3, 4], [1, 2]):
-        policy = AlignPolicy(recipe, tp_size, cp_size, fp8_wire=fp8_wire)
+    for tp_size, cp_size, inner_rows in itertools.product([1, 2, 3, 4], [1, 2], [1, 6]):
+        policy = AlignPolicy(recipe, tp_size, cp_size, fp8_wire=fp8_wire, inner_rows=inner_rows)
         for seq_lens in ([0], [1], [37], [256], [5, 38], [0, 7], [3, 1, 0], [9, 16, 2]):
             pads = sum(policy.plan(seq_lens).padded_lens) - sum(seq_lens)
             if pads ** (len(seq_lens) - 1) > 2000:
@@ -218,6 +221,7 @@ def test_plans_from_tensors_and_thousands_of_sequences():
         ({"sequence_multiple": 0}, "sequence_multiple must be"),
         ({"total_multiple": 0}, "total_multiple must be"),
         ({"num_sequences": 0}, "num_sequences must be"),
+        ({"inner_rows": 0}, "inner_rows must be"),
         ({"bucket": 0}, "bucket must be"),
         ({"bucket": [64, 0]}, "bucket must be"),
         ({"bucket": []}, "bucket is an empty list"),
@@ -248,6 +252,12 @@ def test_illegal_lengths_raise(seq_lens, message):
         (AlignPolicy(cp_size=2), [8, 6], r"sequence 1 has 6 padded rows, .* of 4: cp 2 cuts"),
         (AlignPolicy(sequence_multiple=4), [8, 2], r"sequence 1 .* sequence_multiple is 4"),
         (AlignPolicy(total_multiple=10), [8], "8 rows are no multiple of total_multiple 10"),
+        (
+            AlignPolicy("fp8_current", 2, inner_rows=3),
+            [24],
+            r"12 rows per rank \(of 24\) x 3 in each .* of 8: FP8 GEMMs .* total is 16 rows",
+        ),
+        (AlignPolicy("fp8_current", inner_rows=2), [12], r"12 rows x 2 in each are no multiple"),
     ],
 )
 def test_check_names_rule_rows_and_the_way_out(policy, padded_lens, message):
@@ -274,6 +284,13 @@ def test_a_check_looks_at_no_sequence_where_none_has_a_multiple(recipe, monkeypa
     meta = PaddedSeqMeta.from_seq_lens([7] * 256, policy)
     monkeypatch.delattr(PaddedSeqMeta.__mro__[1], "padded_lens")
     policy.check(meta)
+
+
+@given(st.integers(0, 600), policies)
+def test_the_total_alone_tells_layers_what_is_legal(rows, policy):
+    policy = replace(policy, cp_size=1, sequence_multiple=1, total_multiple=1)
+    meta = PaddedSeqMeta.from_seq_lens([rows], padded_lens=[rows])
+    assert (rows % policy.total_alignment == 0) == (policy.problem(meta) == "")
 
 
 @pytest.mark.parametrize(

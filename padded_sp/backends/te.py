@@ -1,7 +1,8 @@
 """Transformer Engine as the other ``te_*`` modules see it: its names, versions and recipes.
 
-Every difference between versions is here, with its reason; ``te_state`` has those of its global
-state. Imported when a layer first asks for backend "te", never with ``padded_sp`` itself.
+Every difference between versions is here, with its reason, but for those of its global state:
+``te_state``, and ``surrounding_fp8_recipe``, which layers of every backend ask. Imported when a
+layer first asks for backend "te", never with ``padded_sp`` itself.
 """
 
 # Not installed where types are checked.
@@ -27,9 +28,10 @@ except ImportError as error:
         "python -m pip install 'padded_sp[te]'"
     ) from error
 
+from padded_sp.backends import surrounding_fp8_recipe as fp8_recipe
 from padded_sp.backends.cudnn import Version, version_of
 
-__all__ = ["FP8GlobalStateManager", "recipes", "te", "tex"]
+__all__ = ["FP8GlobalStateManager", "fp8_recipe", "recipes", "te", "tex"]
 
 FP8GlobalStateManager: Any = quantization.FP8GlobalStateManager
 
@@ -42,8 +44,8 @@ def _parsed(version: str) -> Version:
 #: Of Transformer Engine, e.g. (2, 20, 2).
 VERSION: Version = _parsed(transformer_engine.__version__)
 
-# A gather of blockwise FP8 whose rows or features are no multiple of 128 asserts before 2.14; from
-# then on Transformer Engine gathers in high precision by itself.
+# A gather of blockwise FP8 asserts before 2.14 where rows or features are no multiple of 128, and
+# fails where blocks are 128 x 128; from then on Transformer Engine gathers in high precision.
 GATHERS_UNALIGNED_BLOCKS = VERSION >= (2, 14, 0)
 
 # The Unfused attention backend returns packed output without its pad rows up to 2.15.
@@ -58,26 +60,13 @@ def cudnn_version() -> Version:
 
 # --- recipes -------------------------------------------------------------------------------------
 
-# The predicate of a recipe object -> our name. NVFP4 and custom recipes have no rules here.
-_NAMES = {
-    "delayed": "fp8_delayed",
-    "float8_current_scaling": "fp8_current",
-    "float8_block_scaling": "fp8_blockwise",
-    "mxfp8": "mxfp8",
-}
+# Our names -> their classes. NVFP4 and custom recipes have no rules here.
 _CLASSES = {
     "fp8_delayed": "DelayedScaling",
     "fp8_current": "Float8CurrentScaling",
     "fp8_blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
-
-
-def fp8_recipe() -> Any | None:
-    """The recipe of the surrounding Transformer Engine autocast; None outside of one."""
-    if not FP8GlobalStateManager.is_fp8_enabled():
-        return None
-    return FP8GlobalStateManager.get_fp8_recipe()
 
 
 def fp8_group() -> Any | None:
@@ -90,15 +79,28 @@ def recipe_name(recipe: Any | None) -> str:
 
     Raises: ValueError: a recipe that has none.
     """
-    if recipe is None:
-        return "bf16"
-    for predicate, name in _NAMES.items():
-        if getattr(recipe, predicate)():
+    return "bf16" if recipe is None else _name_of(type(recipe))
+
+
+@functools.cache
+def _name_of(kind: type) -> str:
+    for name, of_name in _CLASSES.items():
+        if issubclass(kind, getattr(recipes, of_name)):
             return name
     raise ValueError(
-        f"padded_sp has no rules for the recipe {type(recipe).__name__}; use one of "
+        f"padded_sp has no rules for the recipe {kind.__name__}; use one of "
         f"{', '.join(_CLASSES.values())}"
     )
+
+
+def gathers_square_blocks(recipe: Any, parallel_mode: str) -> bool:
+    """Whether a linear gathers what the recipe scales by blocks of 128 x 128, which never travel as
+    FP8: the input of a column-parallel linear, the output's gradient of a row-parallel one.
+
+    Source: TransformerEngine ``pytorch/distributed.py`` (_start_all_gather_fp8_blockwise).
+    """
+    dim = "x_block_scaling_dim" if parallel_mode == "column" else "grad_block_scaling_dim"
+    return getattr(recipe, dim, 1) == 2
 
 
 def make_recipe(name: str, **options: Any) -> Any | None:

@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from padded_sp import mappings
+from padded_sp.alignment import travels_as_fp8
 from padded_sp.backends.te import (
     GATHERS_UNALIGNED_BLOCKS,
     FP8GlobalStateManager,
     fp8_group,
+    fp8_recipe,
+    gathers_square_blocks,
     recipe_name,
     te,
 )
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
 
 _log = logging.getLogger("padded_sp")
+
+#: A recipe, and for each direction its scales and its amax history.
+DelayedState = tuple[Any, dict[str, tuple[Tensor, Tensor]]]
 
 
 def leave_undrawn(tensor: Tensor) -> None:
@@ -56,29 +62,49 @@ class _Held:
     def _load_from_state_dict(self, *args: Any) -> None:
         """Nothing: the layer loads them."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without process groups, and without what exists once a process: amax buffers know
-        modules by their place. Delayed scaling's scales and amax histories travel along."""
-        meta = self.fp8_meta
-        plain = {name: x for name, x in meta.items() if isinstance(x, (bool, int, float, str))}
-        states = {name: meta[name] for name in self.quantizers if name in meta}
+    def delayed_state(self) -> DelayedState | None:
+        """Delayed scaling's recipe, scales and amax histories, on the host. None without any.
+
+        Transformer Engine's own extra state is empty after a call in BF16, as in an evaluation.
+        """
+        states: dict[str, Any] = {name: self.fp8_meta.get(name) for name in self.quantizers}
         histories = {
-            name: (state.scale, state.amax_history)
+            name: (state.scale.cpu(), state.amax_history.cpu())
             for name, state in states.items()
             if hasattr(state, "amax_history")
         }
+        return (self.fp8_meta["recipe"], histories) if histories else None
+
+    def load_delayed_state(self, state: DelayedState | None) -> None:
+        """Goes on from a state of the same kind of linear; None leaves everything as it is.
+
+        Source: TransformerEngine ``pytorch/module/base.py`` (set_extra_state), without its pickle.
+        """
+        if state is None:
+            return
+        recipe, histories = state
+        self.fp8_meta |= {"recipe": recipe, "num_gemms": 1, "fp8_checkpoint": True}
+        self.init_fp8_meta_tensors(recipe)
+        for name, (scale, amax_history) in histories.items():
+            self.fp8_meta[name].scale.copy_(scale)
+            self.fp8_meta[name].amax_history.copy_(amax_history)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without process groups, and without what exists once a process: amax buffers know
+        modules by their place. Delayed scaling's scales and amax histories travel along."""
+        plain = {n: x for n, x in self.fp8_meta.items() if isinstance(x, (bool, int, float, str))}
         return self.__dict__ | {
             "tp_group": None,
             # Without a recipe there is no extra state to ask for.
             "fp8": False,
             "fp8_calibration": False,
-            "fp8_meta": plain | {"fp8_group": None, "fp8_checkpoint": bool(histories)},
+            "fp8_meta": plain | {"fp8_group": None, "fp8_checkpoint": False},
             "fp8_meta_tensors_initialized": False,
             "fp8_initialized": False,
             "quantizers": {name: [] for name in self.quantizers},
             "_fp8_workspaces": {},
             "param_init_meta": self._picklable_init(),
-            "_histories": (meta["recipe"], histories) if histories else None,
+            "_delayed_state": self.delayed_state(),
         }
 
     def _picklable_init(self) -> dict[str, Any]:
@@ -91,14 +117,9 @@ class _Held:
         return inits
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = state.pop("_histories")
+        delayed_state = state.pop("_delayed_state")
         super().__setstate__(state)  # pyright: ignore
-        if kept is not None:  # as Transformer Engine's set_extra_state does
-            self.fp8_meta["recipe"], histories = kept
-            self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
-            for name, (scale, amax_history) in histories.items():
-                self.fp8_meta[name].scale.copy_(scale)
-                self.fp8_meta[name].amax_history.copy_(amax_history)
+        self.load_delayed_state(delayed_state)
 
 
 class HeldLinear(_Held, te.Linear):
@@ -152,6 +173,29 @@ def recipe_for(recipe: Any, tp_group: ProcessGroup | None) -> str:
     return name
 
 
+@torch.compiler.disable(reason="Transformer Engine's state and rules are looked at in each call")
+def eagerly(call: Callable[..., Any], *arguments: Any) -> Any:
+    """``call(*arguments)`` between two parts of compiled code, as if nothing were compiled."""
+    return call(*arguments)
+
+
+def why_wide(parallel_mode: str, rows: int, features: int, tp_size: int) -> str:
+    """Why a gather to ``rows`` rows travels in BF16 under blockwise scaling; empty if it does not.
+
+    Args: rows, features: of what the linear gathers, as its GEMMs see it.
+    """
+    if gathers_square_blocks(fp8_recipe(), parallel_mode):
+        return (
+            "what they bring is scaled by blocks of 128 x 128, which Transformer Engine never sends"
+        )
+    if not travels_as_fp8("fp8_blockwise", rows, features, tp_size):
+        return (
+            "a rank's rows or features are no multiple of 128; "
+            'AlignPolicy("fp8_blockwise", tp_size) plans rows that travel as FP8'
+        )
+    return ""
+
+
 def run(
     module: Any,
     x: Tensor,
@@ -159,15 +203,15 @@ def run(
     tp_group: ProcessGroup | None,
     *,
     is_first_microbatch: bool | None,
-    unaligned_blocks: bool,
+    wide_gather: str = "",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, the bias to return and the normalised x to return, as the module was built to.
 
-    Shapes and communication as ``torch_linear``; FP8 gathers travel as FP8, but for
-    ``unaligned_blocks``: under blockwise scaling, blocks of 128 would straddle ranks.
+    Shapes and communication as ``torch_linear``; FP8 gathers travel as FP8, but where
+    ``wide_gather`` says why they do not.
     """
-    if unaligned_blocks:
-        _report_wide_gather()
+    if wide_gather:
+        _report_wide_gather(wide_gather)
         if not GATHERS_UNALIGNED_BLOCKS:
             return _run_between_our_collectives(module, x, meta, tp_group, is_first_microbatch)
     y, bias, normed = _call(module, x, is_first_microbatch)
@@ -231,8 +275,5 @@ def _without_communication(module: Any) -> Iterator[None]:
 
 
 @functools.cache
-def _report_wide_gather() -> None:
-    _log.warning(
-        "blockwise FP8: a rank's rows or features are no multiple of 128, so gathers travel in "
-        'BF16; AlignPolicy("fp8_blockwise", tp_size) plans rows that travel as FP8'
-    )
+def _report_wide_gather(why: str) -> None:
+    _log.warning("blockwise FP8: gathers travel in BF16: %s", why)

@@ -55,7 +55,7 @@ from padded_sp.backends.te import (
     te,
     unavailable,
 )
-from padded_sp.checkpoint import sharded_state_dict
+from padded_sp.checkpoint import FP8State, sharded_state_dict
 
 # Two ranks show most of it; what depends on their number says so.
 pytestmark = pytest.mark.max_ranks(2)
@@ -216,16 +216,35 @@ def test_split_as_theirs(ranks, kind, recipe):
 
 
 @on_te
-def middle_dimensions_as_theirs(group):
-    layer, plain = ours(ColumnParallelLinear, group), theirs(ColumnParallelLinear, group)
+def middle_dimensions_as_theirs(group, kind, recipe):
+    """x [rows, 4, K]: GEMMs see 4 rows for each, and take them where the rows alone won't do."""
+    layer, plain = ours(kind, group), theirs(kind, group)
+    randomise(layer, group)
     plain.load_state_dict(layer.state_dict())
-    x = part(random(group, rows(group), 2, K, seed=1), group)
-    with autocast(recipe_of("fp8_current"), group):
-        assert torch.equal(layer(x, unpadded(group)), plain(x))
+    per_rank = 32 if recipe == "fp8_blockwise" else 4
+    meta = PaddedSeqMeta.from_seq_lens(
+        [per_rank * group.size()], tp_size=group.size(), device=device_of(group)
+    )
+    x, gradient = (random(group, meta.num_rows, 4, K, seed=seed) for seed in (1, 2))
+    if kind is RowParallelLinear:
+        x, gradient = part(x, group, -1), part(gradient, group)
+    else:
+        x, gradient = part(x, group), part(gradient, group, -1)
+    inputs, gradients = [x.contiguous()], [gradient.contiguous()]
+    with autocast(recipe_of(recipe), group):
+        layer.prepare()
+    with Wire() as wire:
+        actual = train(layer, lambda x: layer(x, meta), inputs, gradients, recipe, group)
+    FP8GlobalStateManager.reset()
+    assert_same_steps(actual, train(plain, plain, inputs, gradients, recipe, group))
+    if recipe == "fp8_blockwise":  # 32 x 4 rows on each rank: blocks of 128 straddle no ranks
+        assert wire.gathered() == wire.gathered(torch.uint8, torch.float32)
 
 
-def test_middle_dimensions_as_theirs(ranks):
-    ranks.run(middle_dimensions_as_theirs)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_middle_dimensions_as_theirs(ranks, kind, recipe):
+    ranks.run(middle_dimensions_as_theirs, kind=kind, recipe=recipe)
 
 
 # --- Parameters and checkpoints ------------------------------------------------------------------
@@ -338,6 +357,115 @@ def distributed_checkpoint_travels(group):
 
 def test_distributed_checkpoint_travels(ranks):
     ranks.run(distributed_checkpoint_travels)
+
+
+def three_kinds(tp_group, group, seed=3):
+    return nn.ModuleDict(
+        {kind.__name__: ours(kind, group, seed=seed, tp_group=tp_group) for kind in KINDS}
+    )
+
+
+def steps_of_each(model, group):
+    """Two steps of delayed scaling of each kind, which goes on where it was."""
+    steps = []
+    for name, kind in zip(model, KINDS, strict=True):
+        FP8GlobalStateManager.reset()  # histories roll for every module of the process at once
+        layer = model[name] = copy.deepcopy(model[name])  # unknown to the buffers of before
+        steps += steps_of(layer, padded(group), kind, "fp8_delayed", group, steps=2)
+        # Each rank moved these by its term of the gradient.
+        for parameter in sorted(layer.partial_parameters()):
+            dist.broadcast(layer.get_parameter(parameter).data, 0, group=group)
+    return steps
+
+
+def distributed(action, path, group, **entries):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, of typed storages and the like
+        action(entries, checkpoint_id=path, process_group=group)
+
+
+@on_te
+def delayed_scaling_is_resumed(group):
+    """From a checkpoint of the running job, by a new one: the next steps are the same bits."""
+    model = three_kinds(group, group)
+    steps_of_each(model, group)
+    evaluated = model["RowParallelLinear"]
+    (x,), _ = data(RowParallelLinear, group, steps=1)
+    with torch.no_grad():
+        evaluated(x, padded(group))  # in BF16: Transformer Engine's own extra state is empty now
+    resumed, forgetful = (three_kinds(group, group, seed=4) for _ in range(2))
+    with shared_directory(group) as path:
+        distributed(dcp.save, path, group, model=sharded_state_dict(model), fp8=FP8State(model))
+        expected = steps_of_each(model, group)
+        entries = {"model": sharded_state_dict(resumed), "fp8": FP8State(resumed)}
+        distributed(dcp.load, path, group, **entries)
+        distributed(dcp.load, path, group, model=sharded_state_dict(forgetful))
+    assert list(FP8State(model, "model.").state_dict()) == [
+        f"model.{kind.__name__}" for kind in KINDS
+    ]
+    assert_same_steps(steps_of_each(resumed, group), expected)
+    # The state is needed: the comparison can fail.
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_steps(steps_of_each(forgetful, group), expected)
+
+
+def test_delayed_scaling_is_resumed(ranks):
+    ranks.run(delayed_scaling_is_resumed)
+
+
+@on_te
+def delayed_scaling_fits_any_size(group):
+    """Scales are those of whole tensors: the state of tp R is that of every rank at tp 1."""
+    model, whole = three_kinds(group, group), three_kinds(None, group, seed=4)
+    steps_of_each(model, group)
+    with shared_directory(group) as path:
+        distributed(dcp.save, path, group, model=sharded_state_dict(model), fp8=FP8State(model))
+        entries = {"model": sharded_state_dict(whole), "fp8": FP8State(whole)}
+        distributed(dcp.load, path, group, **entries)
+    mine, theirs = fp8_state(model), fp8_state(whole)
+    assert len(mine) == 4 * len(KINDS)
+    assert_same_steps([theirs], [mine])
+    assert mine["RowParallelLinear.scaling_fwd.scale"][0] != 1
+
+
+def test_delayed_scaling_fits_any_size(ranks):
+    ranks.run(delayed_scaling_fits_any_size)
+
+
+@on_te
+def checkpoints_without_delayed_scaling(group):
+    """Nothing is kept there, and nothing of a model that has a state is lost to such a load."""
+    model, fresh = three_kinds(group, group), three_kinds(group, group)
+    assert set(FP8State(model).state_dict().values()) == {None}
+    of_torch = ColumnParallelLinear(K, O, tp_group=group, **device_and_dtype(group))
+    assert FP8State(of_torch).state_dict() == {}
+    steps_of_each(fresh, group)
+    before = fp8_state(fresh)
+    with shared_directory(group) as path:
+        distributed(dcp.save, path, group, fp8=FP8State(model))
+        distributed(dcp.load, path, group, fp8=FP8State(fresh))
+    assert_same_steps([fp8_state(fresh)], [before])
+
+
+def test_checkpoints_without_delayed_scaling(ranks):
+    ranks.run(checkpoints_without_delayed_scaling)
+
+
+@on_te
+def scales_of_single_ranks_are_not_saved(group):
+    layer = ours(ColumnParallelLinear, group, sequence_parallel=False)
+    (x,), _ = data(ColumnParallelLinear, group, steps=1, sequence_parallel=False)
+    with autocast(make_recipe("fp8_delayed", reduce_amax=False), group):
+        layer(x, unpadded(group))
+    if group.size() == 1:
+        assert FP8State(layer).state_dict()[""] is not None
+        return
+    with pytest.raises(ValueError, match=r"reduce_amax=False.*of each rank"):
+        FP8State(layer).state_dict()
+
+
+def test_scales_of_single_ranks_are_not_saved(ranks):
+    ranks.run(scales_of_single_ranks_are_not_saved)
 
 
 # --- What te.Linear can do -----------------------------------------------------------------------
@@ -613,6 +741,29 @@ def test_misaligned_rows_are_refused(ranks, kind, recipe):
 
 
 @on_te
+def misaligned_inner_rows_are_refused(group, kind, recipe):
+    size = group.size()
+    layer, meta = ours(kind, group), PaddedSeqMeta.from_seq_lens(
+        [4 * size], tp_size=size, device=device_of(group)
+    )  # fmt: skip
+    x = random(group, 4 * size, 6, K, seed=0)
+    x = (part(x, group, -1) if kind is RowParallelLinear else part(x, group)).contiguous()
+    least = AlignPolicy(recipe, tp_size=size, fp8_wire=False, inner_rows=3).plan([4 * size])
+    assert least.num_rows == 16 if size == 1 else 8 * size
+    rule = "4 rows per rank", "x 3 in each are no multiple of 8", f"total is {least.num_rows} rows"
+    refuses(group, layer, x[:, :3].contiguous(), meta, recipe, *rule)
+    refuses(group, layer, x[:, 0].contiguous(), meta, recipe, "4 rows per rank")
+    with autocast(recipe_of(recipe), group):
+        layer(x[:, :4].contiguous(), meta)  # 16 rows of GEMMs on each rank
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_misaligned_inner_rows_are_refused(ranks, kind, recipe):
+    ranks.run(misaligned_inner_rows_are_refused, kind=kind, recipe=recipe)
+
+
+@on_te
 def misaligned_features_are_refused(group, kind, recipe):
     size = group.size()
     is_row = kind is RowParallelLinear
@@ -752,6 +903,55 @@ def gathers_by_itself_or_by_us(group, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_ways_of_straddling_blocks_agree(ranks, kind):
     ranks.run(gathers_by_itself_or_by_us, kind=kind)
+
+
+#: Blocks of x, of the weight and of the output's gradient: 1 x 128, or 128 x 128.
+BLOCKS = [(1, 1, 1), (2, 1, 1), (1, 1, 2)]
+
+
+@on_te
+def square_blocks_travel_wide(group, kind, blocks):
+    """What a linear gathers travels as FP8 in blocks of 1 x 128 alone; GEMMs take all of these."""
+    x_dim, w_dim, grad_dim = blocks
+    recipe = make_recipe(
+        "fp8_blockwise",
+        x_block_scaling_dim=x_dim,
+        w_block_scaling_dim=w_dim,
+        grad_block_scaling_dim=grad_dim,
+    )
+    layer, meta = ours(kind, group), padded(group)
+    (x,), (gradient,) = data(kind, group, steps=1)
+    pads = meta.padding_mask
+    x_pads = pads if kind is RowParallelLinear else part(pads, group)
+    y_pads = pads if kind is not RowParallelLinear else part(pads, group)
+    square = (x_dim if kind is not RowParallelLinear else grad_dim) == 2
+    te_linear._report_wide_gather.cache_clear()
+    results = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Cannot quantize input tensor")
+        for fill in (0.0, float("nan")):
+            leaf = x.masked_fill(x_pads[:, None], fill).requires_grad_()
+            with autocast(recipe, group):
+                layer.prepare()
+                with Wire() as wire:
+                    y = layer(leaf, meta)
+            with wire:
+                y.backward(gradient.masked_fill(y_pads[:, None], fill))
+            results.append({"y": y.detach(), "x": leaf.grad, "weight": layer.weight.grad})
+            layer.weight.grad = None
+    assert_same_steps(results[1:], results[:1])
+    wide, narrow = wire.gathered(torch.bfloat16), wire.gathered(torch.uint8)
+    if group.size() > 1:
+        assert (wide > 0, narrow > 0) == (square, not square), wire.sent
+        assert te_linear._report_wide_gather.cache_info().currsize == square  # and it was said
+    expected = layer(x.masked_fill(x_pads[:, None], 0), meta)
+    assert (y - expected).float().norm() < 0.08 * expected.float().norm()
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_square_blocks_travel_wide(ranks, kind, blocks):
+    ranks.run(square_blocks_travel_wide, kind=kind, blocks=blocks)
 
 
 @on_te

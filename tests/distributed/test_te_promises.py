@@ -9,13 +9,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_helpers import device_of, part
+from rank_helpers import device_of, forbid_host_reads, needs_own_gpu, part
 from te_helpers import (
     RECIPES,
     assert_same_steps,
     device_and_dtype,
     on_te,
     random,
+    recipe_of,
     train,
 )
 from torch import nn
@@ -27,7 +28,7 @@ from padded_sp import (
     PaddedSeqMeta,
     RowParallelLinear,
 )
-from padded_sp.backends.te import FP8GlobalStateManager, te
+from padded_sp.backends.te import FP8GlobalStateManager, autocast, te
 
 pytestmark = pytest.mark.max_ranks(2)
 
@@ -268,3 +269,131 @@ def plain_te_is_not_inert(group, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plain_te_is_not_inert(ranks, recipe):
     ranks.run(plain_te_is_not_inert, recipe=recipe)
+
+
+# --- No host reads, and graphs -------------------------------------------------------------------
+
+
+def tensors_of(group, case, meta, fill, seed):
+    """This rank's input and output gradient, with `fill` in pad rows."""
+    return tuple(
+        filled(group, meta, whole, features, fill, seed + i).contiguous()
+        for i, (whole, features) in enumerate(CASES[case])
+    )
+
+
+def one_step(module, x, gradient, meta, recipe, group):
+    """Output, input gradient and parameter gradients; accumulates and overwrites nothing."""
+    leaf = x.detach().requires_grad_()
+    with autocast(recipe, group):
+        y = module(leaf.clone(), meta)
+    return y, *torch.autograd.grad(y, [leaf, *module.parameters()], gradient.clone())
+
+
+@on_te
+def step_reads_nothing(group, case, recipe):
+    """The first step proves the backends, loads libraries and makes communicators; no later one
+    waits for the device, whatever the pack."""
+    device, module = device_of(group), case(group)
+    recipe = recipe_of(recipe)
+    first, later = (meta_of(group, name) for name in ("tail only", "pads at every sequence"))
+    one_step(module, *tensors_of(group, case, first, 0.0, 1), first, recipe, group)
+    tensors = tensors_of(group, case, later, 1e4, 3)
+    with forbid_host_reads(device):
+        fresh = meta_of(group, "pads at every sequence")  # nothing is derived of it yet
+        results = one_step(module, *tensors, fresh, recipe, group)
+    assert all(x.isfinite().all() for x in results)
+
+
+@needs_own_gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", [Pair, Norm, Attention, Block])
+def test_a_step_reads_nothing(ranks, case, recipe):
+    ranks.run(step_reads_nothing, case=case, recipe=recipe)
+
+
+# Real and padded lengths in at most 128 rows; the pack has 128 a rank.
+PACKS = [
+    ([37, 5, 0, 23], [48, 16, 8, 24]),
+    ([128], [128]),
+    ([1, 80], [24, 88]),
+    ([64, 64], [64, 64]),
+]
+WARM_UPS = 3
+
+
+def captured(step, device):
+    """A function that replays the step, whose results stay where they are. On CPU the step."""
+    if device.type != "cuda":
+        for _ in range(WARM_UPS):
+            step()
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay():
+        graph.replay()
+        return results
+
+    return replay
+
+
+@on_te
+def replays_serve_other_packs(group, case, recipe):
+    device, rows, recipe = device_of(group), 128 * group.size(), recipe_of(recipe)
+    metas = [
+        PaddedSeqMeta.from_seq_lens(
+            real, padded_lens=padded, num_rows=rows, tp_size=group.size(), device=device
+        )
+        for real, padded in PACKS
+    ]
+
+    def with_capacity(meta):
+        return meta.with_capacity(8, rows, rows)
+
+    def tensors_in(i, meta):
+        return tensors_of(group, case, meta, math.nan, 10 * i)
+
+    def eager():
+        module, found = case(group), []
+        for i in (*[0] * WARM_UPS, *range(len(metas))):
+            # Kernels of attention depend on the longest sequence that there may be.
+            meta = with_capacity(metas[i]) if case is Block else metas[i]
+            found.append(one_step(module, *tensors_in(i, meta), meta, recipe, group))
+        return found[WARM_UPS:]
+
+    def replayed():
+        module, capacity, found = case(group), with_capacity(metas[0]), []
+        tensors = tensors_in(0, capacity)
+        replay = captured(lambda: one_step(module, *tensors, capacity, recipe, group), device)
+        for i, meta in enumerate(metas):
+            capacity.copy_(meta)
+            for static, new in zip(tensors, tensors_in(i, capacity), strict=True):
+                static.copy_(new)
+            found.append([x.detach().clone() for x in replay()])
+        return found
+
+    results = []
+    for run_all in (eager, replayed):
+        FP8GlobalStateManager.reset()
+        results.append([{str(i): x.detach() for i, x in enumerate(r)} for r in run_all()])
+    assert all(x.isfinite().all() for r in results[0] for x in r.values())
+    assert_same_steps(results[1], results[0])
+
+
+@needs_own_gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", [Pair, Block])
+def test_replays_serve_other_packs(ranks, case, recipe):
+    """On GPUs ``torch.cuda.graph`` captures a whole step, with the autocast and, under delayed
+    scaling, its update of the scales: after some eager steps, which prove the backends, nothing in
+    it asks the host. (``te.make_graphed_callables``, for modules one by one, leaves the autocast
+    and that update outside of its graphs.)"""
+    ranks.run(replays_serve_other_packs, case=case, recipe=recipe)

@@ -84,6 +84,8 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
+        dims = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
+        assert dims.count(2) <= 1, "2D by 2D block gemm not supported."
         for wants_fp8_attention in (self.fp8_dpa, self.fp8_mha):
             assert not wants_fp8_attention, "FP8 attention is not supported for Float8BlockScaling."
 

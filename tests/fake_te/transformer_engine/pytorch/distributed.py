@@ -43,12 +43,14 @@ def gather_along_first_dim(
         return _gathered(x, group)
     if isinstance(quantizer, Float8BlockQuantizer):
         value = x if isinstance(x, Tensor) else x.rowwise[0]
-        if not quantizer.is_quantizable(value):
+        if not quantizer.is_quantizable(value) or quantizer.block_scaling_dim != 1:
             if MODERN:
                 warnings.warn(
                     "Cannot quantize input tensor. Performing all-gather in high precision.",
                     stacklevel=2,
                 )
+            elif not isinstance(x, Tensor):
+                raise TypeError("all_gather_into_tensor needs a tensor, got a quantized one")
             wide = x if isinstance(x, Tensor) else x.along(columns).to(x.dtype)
             return quantizer(_gathered(wide, group))
         sent = quantizer(x) if isinstance(x, Tensor) else x

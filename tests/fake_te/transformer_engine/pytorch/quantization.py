@@ -24,7 +24,7 @@ from transformer_engine.pytorch.tensor import (
 _NO_BLACKWELL = "Device compute capability 10.0 or higher required for {} execution."
 
 
-@dataclass
+@dataclass(slots=True)
 class FP8GlobalState:
     """Where newer versions keep it; older ones keep the same on the manager's class."""
 
@@ -76,8 +76,9 @@ class FP8GlobalStateManager:
         if MODERN:
             cls.quantization_state = FP8GlobalState()
             return
-        for name, value in vars(FP8GlobalState()).items():
-            setattr(cls, _old_name(name), value)
+        fresh = FP8GlobalState()
+        for name in FP8GlobalState.__slots__:
+            setattr(cls, _old_name(name), getattr(fresh, name))
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
@@ -322,6 +323,8 @@ class RecipeState:
         if self.recipe.float8_current_scaling():
             return Float8CurrentScalingQuantizer(self.dtype)
         if self.recipe.float8_block_scaling():
-            square = self.mode == "forward" and i == 1  # the weight
-            return Float8BlockQuantizer(self.dtype, 2 if square else 1)
+            recipe = self.recipe
+            x, w = recipe.x_block_scaling_dim, recipe.w_block_scaling_dim
+            dims = (x, w, x) if self.mode == "forward" else (recipe.grad_block_scaling_dim,) * 2
+            return Float8BlockQuantizer(self.dtype, dims[i])
         raise RuntimeError(f"{type(self.recipe).__name__} cannot run here")
