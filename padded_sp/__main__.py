@@ -155,7 +155,8 @@ def plan(
 def doctor(*, verify: bool = False, json: Path | None = None) -> int:
     """Print what this machine has, what runs on it, and known traps with their cures.
 
-    Exit status 1 if a check of --verify finds wrong numbers.
+    Exit status 1 if a check of --verify finds wrong numbers, or a backend that is installed and
+    cannot be imported.
 
     Args:
         verify: Compare every backend here with float64, over head sizes, masks, pads and recipes.
@@ -187,7 +188,7 @@ def doctor(*, verify: bool = False, json: Path | None = None) -> int:
         report |= {"traps": [trap._asdict() for trap in known]}
         report |= {"checks": [_as_json(verdict) for verdict in verdicts]}
         json.write_text(dumps(report, indent=2) + "\n")
-    return 1 if any(_outcome(verdict) == "WRONG" for verdict in verdicts) else 0
+    return 1 if any(_outcome(verdict) in _FAILURES for verdict in verdicts) else 0
 
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
@@ -199,7 +200,7 @@ def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
         figure = f"{name} {verdict.figures[name]:.2g}" if name else ""
         limit = f"{verdict.limits[name]:.2g}" if name else ""
         outcome = _outcome(verdict)
-        style = "bold red" if outcome == "WRONG" else None
+        style = "bold red" if outcome in _FAILURES else None
         shown.add_row(verdict.subject, figure, limit, outcome, style=style)
     _console.print(shown)
     subjects_of: dict[str, list[str]] = {}
@@ -218,10 +219,15 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
     return {**asdict(verdict), "figures": figures, "outcome": _outcome(verdict)}
 
 
+_FAILURES = ("WRONG", "FAILS")  # in numbers, or before there are any
+
+
 def _outcome(verdict: Verdict) -> str:
     if verdict.passed:
         return "right"
-    return "not supported" if verdict.is_refusal else "WRONG"
+    if verdict.is_refusal:
+        return "not supported"
+    return "WRONG" if verdict.figures else "FAILS"
 
 
 def _pairs(rows: dict[str, str], title: str | None = None) -> Table:

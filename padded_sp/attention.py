@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from padded_sp import backends, boundaries, verify
+from padded_sp import backends, boundaries
+from padded_sp.attention_choice import AttentionChoice
+from padded_sp.backends.attend import attend
 from padded_sp.collectives import group_size
 from padded_sp.context import resolve_meta
-from padded_sp.inert import inert_input, inert_output
 from padded_sp.masks import window_of
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.parallel_layer import to_autocast_dtype
 from padded_sp.shared_group import SharesGroup
-from padded_sp.verdict import demand
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
@@ -56,11 +56,16 @@ class DotProductAttention(SharesGroup):
         backend: a key of ``padded_sp.backends.ATTENTION``. "torch": FlashAttention on GPUs in half
             precision, else scaled_dot_product_attention of one sequence after another. "te":
             Transformer Engine's, on GPUs in half precision, head sizes that are multiples of 8.
+            A tuple of keys allows several, by preference: each call goes to the first that takes it
+            and whose numbers are right. "auto": those of ``padded_sp.backends.AUTO`` that are
+            installed, on every rank the same.
         inplace: may write zeros into the pad rows of q, k and v.
         verify: prove backend "te" on this machine before its first use; see :meth:`prepare`.
 
-    Raises: ValueError: head counts that the ranks or the KV heads do not divide; a mask, window,
-        dropout or backend that does not exist; anything of sinks, soft cap or KV cache.
+    Raises:
+        ValueError: head counts that the ranks or the KV heads do not divide; a mask, window,
+            dropout or backend that does not exist; anything of sinks, soft cap or KV cache.
+        ImportError: a backend that is named and not installed, with the line that installs it.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class DotProductAttention(SharesGroup):
         tp_group: ProcessGroup | None = None,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
-        backend: str = "torch",
+        backend: str | Sequence[str] = "torch",
         inplace: bool = True,
         verify: bool = True,
         **unsupported: Any,
@@ -96,7 +101,6 @@ class DotProductAttention(SharesGroup):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.backend, self.verify = backend, verify
         self.inplace = inplace
-        self._proved: set[tuple[torch.dtype, bool]] = set()
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         if self.num_heads % self.num_kv_heads:
@@ -109,7 +113,6 @@ class DotProductAttention(SharesGroup):
         if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise ValueError(f"softmax_scale must be a positive number, got {scale!r}")
         self.softmax_scale = scale
-        self._attend = backends.load(backends.ATTENTION, backend).dot_product_attention
         self.tp_size = group_size(tp_group) if tp_size == 1 else tp_size
         for name, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
             if self.tp_size < 1 or heads % self.tp_size:
@@ -117,6 +120,15 @@ class DotProductAttention(SharesGroup):
                     f"{name}={heads} does not divide over {self.tp_size} ranks; with fewer KV "
                     "heads than ranks, repeat them to one a rank and pass the repeated count"
                 )
+        self._choice = AttentionChoice(
+            backend,
+            num_heads=self.num_heads // self.tp_size,
+            head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads // self.tp_size,
+            v_head_dim=self.v_head_dim,
+            window=self.window,
+            softmax_scale=self.softmax_scale,
+        )
         self.set_tensor_parallel_group(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
@@ -130,6 +142,7 @@ class DotProductAttention(SharesGroup):
                 f"tp_size={self.tp_size}: build it with the group's size or with tp_group= itself"
             )
         self.tp_group = tp_group
+        self._choice.forget()
 
     def prepare(
         self,
@@ -142,26 +155,15 @@ class DotProductAttention(SharesGroup):
 
         Compares outputs and gradients with float64 for this layer's heads, mask and window, with
         and without ``pads``, once per process. With backend "te" the first forward calls it if
-        nobody did. Leaves random states and Transformer Engine's state as they were. Every rank of
-        ``tp_group`` calls it: they agree on the verdict over the host, in a few hundred bytes.
-        Waits for the device.
+        nobody did. Of several allowed backends each that takes such tensors is proved, and those
+        that are wrong are passed over from then on, which is logged. Leaves random states and
+        Transformer Engine's state as they were. Every rank of ``tp_group`` calls it: they agree on
+        the verdict over the host, in a few hundred bytes. Waits for the device.
 
-        Raises: ValueError: the numbers are wrong, with the figures; under graph capture.
+        Raises: ValueError: the numbers of the backend, or of all, are wrong, with the figures;
+            under graph capture.
         """
-        if verify.is_enabled() and self.verify:
-            combination: dict[str, Any] = {
-                "num_heads": self.num_heads // self.tp_size,
-                "head_dim": self.head_dim,
-                "num_kv_heads": self.num_kv_heads // self.tp_size,
-                "v_head_dim": self.v_head_dim,
-                "window": self.window,
-                "softmax_scale": self.softmax_scale,
-                "dtype": dtype,
-                "pads": pads,
-                "device": device,
-            }
-            demand(verify.verify_attention, self.backend, self.tp_group, **combination)
-        self._proved.add((dtype, pads))
+        self._choice.prepare(dtype, device, pads, self.tp_group, self.verify)
 
     def forward(
         self,
@@ -188,7 +190,8 @@ class DotProductAttention(SharesGroup):
         Communicates nothing. Pad rows of the result and of the gradients of q, k and v are exactly
         zero, and so are those of queries that see no key.
 
-        Raises: ValueError: q, k and v that disagree with the metas, the head counts or each other.
+        Raises: ValueError: q, k and v that disagree with the metas, the head counts or each other;
+            no allowed backend takes them, with the reason against each.
         Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2; Dao 2023, arXiv:2307.08691.
         """
         _refuse(unsupported)
@@ -197,31 +200,25 @@ class DotProductAttention(SharesGroup):
         q, k, v = map(to_autocast_dtype, (q, k, v))
         self._check(q, k, v, meta, kv_meta)
         _refuse_fp8_attention()
-        pads = meta.has_padding or kv_meta.has_padding
-        if self.backend == "te" and (q.dtype, pads) not in self._proved:
-            self.prepare(q.dtype, q.device, pads=pads)
-
-        # Rows that are pads by one of two metas may be real by the other.
-        inplace = self.inplace and (kv_meta is meta or not _share_memory(q, k, v))
-        q = inert_input(q, meta, inplace=inplace, zero_gradient=True)
-        k = inert_input(k, kv_meta, inplace=inplace, zero_gradient=True)
-        v = inert_input(v, kv_meta, inplace=inplace, zero_gradient=True)
         dropout = self.dropout if self.training else 0.0
+        backend = self._choice.backend_for(
+            q, k, v, meta, kv_meta, dropout, self.tp_group, self.verify
+        )
+
         with self._rng(dropout):
-            out = self._attend(
+            return attend(
+                backend.compute,
+                backend.keeps_pads_inert,
                 q,
                 k,
                 v,
                 meta,
                 kv_meta,
+                inplace=self.inplace,
                 window=self.window,
                 dropout=dropout,
                 softmax_scale=self.softmax_scale,
             )
-        # Not by a view, which inert_output must not get.
-        shape = out.shape[0], self.num_heads // self.tp_size * self.v_head_dim
-        out = torch.ops.aten._unsafe_view.default(out.contiguous(), shape)
-        return inert_output(out, meta, inplace=self.inplace)
 
     def _rng(self, dropout: float) -> Any:
         if dropout == 0 or self.get_rng_state_tracker is None:
@@ -260,7 +257,7 @@ class DotProductAttention(SharesGroup):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.backend == "te":  # so that te.DotProductAttention finds its key, empty
+        if "te" in self._choice.names:  # so that te.DotProductAttention finds its key, empty
             destination[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -274,13 +271,6 @@ class DotProductAttention(SharesGroup):
             f"of {self.v_head_dim}, mask={self.mask!r}, window={self.window}, "
             f"dropout={self.dropout}, tp_size={self.tp_size}, backend={self.backend!r}"
         )
-
-
-def _share_memory(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # nothing is written to then
-        return False
-    storage = q.untyped_storage().data_ptr()
-    return storage in (k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr())
 
 
 def _refuse_fp8_attention() -> None:

@@ -57,6 +57,12 @@ class Verdict:
         """Whether the backend does not claim to compute this, which it says by a ValueError."""
         return not self.figures and self.reason.startswith("ValueError: ")
 
+    @property
+    def problem(self) -> str:
+        """What is to be said of a backend that failed."""
+        what = "is wrong on this machine" if self.figures else "does not run here"
+        return f"{what}: {self}"
+
     def __str__(self) -> str:
         wrong = self.too_large
         parts = [f"{name} {x:.2g} (at most {self.limits[name]:.2g})" for name, x in wrong.items()]
@@ -109,22 +115,31 @@ def is_enabled() -> bool:
     return os.environ.get("PADDED_SP_VERIFY", "1") != "0"
 
 
+def judge(
+    check: Callable[..., Verdict],
+    backend: str,
+    tp_group: ProcessGroup | None,
+    **combination: Any,
+) -> Verdict:
+    """``check(backend, **combination)``, :func:`agreed` by the ranks. Raises: as that does."""
+    key = (check.__name__, backend, *map(str, combination.values()))
+    return agreed(lambda: check(backend, **combination), key, tp_group)
+
+
 def demand(
     check: Callable[..., Verdict],
     backend: str,
     tp_group: ProcessGroup | None,
     **combination: Any,
 ) -> None:
-    """``check(backend, **combination)``, :func:`agreed` by the ranks, for a layer to go on by.
+    """The same verdict, for a layer to go on by.
 
     Raises: ValueError: the verdict fails, with its figures; otherwise as :func:`agreed`.
     """
-    key = (check.__name__, backend, *map(str, combination.values()))
-    verdict = agreed(lambda: check(backend, **combination), key, tp_group)
+    verdict = judge(check, backend, tp_group, **combination)
     if not verdict.passed:
-        problem = "is wrong on this machine" if verdict.figures else "does not run here"
         raise ValueError(
-            f"backend {backend!r} {problem}: {verdict}. Use another backend or recipe; "
+            f"backend {backend!r} {verdict.problem}. Use another backend or recipe; "
             '"python -m padded_sp doctor --verify" shows all; verify=False or PADDED_SP_VERIFY=0 '
             "turns the check off"
         )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from padded_sp import alignment, backends, compare
 from padded_sp.backends import reference
+from padded_sp.backends.attend import attend
 from padded_sp.boundaries import check_size
 from padded_sp.inert import inert_input, inert_output
 from padded_sp.masks import mask_name
@@ -116,10 +117,18 @@ def verify_attention(
         leaves = {name: x.requires_grad_() for name, x in tensors.items()}
         grad, meta = rows.draw(num_heads * v_head_dim), rows.meta
 
-        q, k, v = (inert_input(x, meta, zero_gradient=True) for x in leaves.values())
-        out = module.dot_product_attention(q, k, v, meta, meta, dropout=0.0, **options)
-        out = torch.ops.aten._unsafe_view(out.contiguous(), grad.shape)
-        actual = compare.results(inert_output(out, meta), leaves, grad.clone())
+        out = attend(
+            module.dot_product_attention,
+            getattr(module, "KEEPS_PADS_INERT", False),
+            leaves["q"],
+            leaves["k"],
+            leaves["v"],
+            meta,
+            meta,
+            dropout=0.0,
+            **options,
+        )
+        actual = compare.results(out, leaves, grad.clone())
 
         def some_heads(x: Tensor, heads: int) -> Tensor:
             """[T, *] -> [T, fewer, D]: those of the first and of the last KV head."""
@@ -275,11 +284,10 @@ def _te_linear(
     # Amax of this rank alone: the others may not be checking anything now.
     recipe_options = {"reduce_amax": False} if recipe == "fp8_delayed" else {}
     recipe_object = te.make_recipe(recipe, **recipe_options)
-    micro_batch = {"is_first_microbatch": None, "unaligned_blocks": False}
 
     def call(x: Tensor, meta: PaddedSeqMeta) -> Tensor:
         with te.autocast(recipe_object):
-            return module.run(held, x, meta, None, **micro_batch)[0]
+            return module.run(held, x, meta, None, is_first_microbatch=None)[0]
 
     return call, leaves
 

@@ -1,5 +1,6 @@
 """The doctor: what is here, what is known to go wrong here, and numbers that are not believed."""
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -13,7 +14,7 @@ import torch
 
 pytest.importorskip("tyro")
 
-from padded_sp import backends
+from padded_sp import DotProductAttention, backends
 from padded_sp.__main__ import main
 from padded_sp.backends import torch_attention
 from padded_sp.doctor import checks, machine, traps
@@ -51,6 +52,7 @@ def with_te(monkeypatch):
 def few_checks(monkeypatch):
     monkeypatch.setattr(checks, "_HEADS", (checks.Heads(32, 32), checks.Heads(48, 16, 2)))
     monkeypatch.setattr(checks, "_WINDOWS", ((-1, -1), (-1, 0)))
+    monkeypatch.setattr(backends, "AUTO", ("torch",))
     for table in (backends.ATTENTION, backends.LINEAR):
         for name in set(table) - {"torch"}:
             monkeypatch.delitem(table, name)
@@ -97,6 +99,57 @@ def test_with_transformer_engine(capsys, with_te):
     assert "9.19.0" in shown
     assert "mxfp8          needs Blackwell" in shown
     assert "bf16, fp8_delayed, fp8_current, fp8_blockwise" in shown
+
+
+@pytest.mark.parametrize("missing", ["", "te"])
+def test_what_auto_tries_is_what_a_layer_allows(monkeypatch, capsys, missing):
+    really = backends.import_error
+
+    def import_error(path):
+        if missing and path == backends.ATTENTION[missing]:
+            return ImportError()
+        return really(path)
+
+    monkeypatch.setattr(backends, "import_error", import_error)
+    assert main(["doctor"]) == 0
+    row = next(x for x in capsys.readouterr().out.splitlines() if "attention by auto" in x)
+    names = DotProductAttention(2, 8, backend="auto")._choice.names
+    assert row.split(maxsplit=3)[3].split() == ", then ".join(names).split()
+    assert missing not in names
+
+
+def test_cudnn_of_two_versions_in_one_process(monkeypatch):
+    """Transformer Engine finds a system's cuDNN where PyTorch has loaded parts of its own."""
+    what = "/usr/lib/libcudnn_heuristic.so.9: undefined symbol: _ZN5cudnn"
+    monkeypatch.setattr(traps, "transformer_engine", lambda: f"cannot be imported: {what}")
+    monkeypatch.setattr(traps, "is_transformer_engine_installed", lambda: True)
+    (trap,) = [t for t in traps.applying() if "Transformer Engine" in t.what]
+    assert "undefined symbol" in trap.what
+    assert "CUDNN_HOME" in trap.cure
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ModuleNotFoundError("No module named 'transformer_engine'"), 0),
+        (ImportError("libcudnn_heuristic.so.9: undefined symbol: _ZN5cudnn"), 1),
+    ],
+    ids=["missing", "broken"],
+)
+def test_a_backend_that_is_installed_and_breaks_is_a_failure(monkeypatch, error, status):
+    def load(table, name):
+        if name == "torch":
+            return importlib.import_module(table[name])
+        raise ImportError(f"backend {name!r} needs more: {error}") from error
+
+    monkeypatch.setattr(checks.backends, "load", load)
+    monkeypatch.setattr(checks, "_attention", lambda name: iter(()))
+    monkeypatch.setattr(checks, "_linears", lambda name: iter(()))
+    found = list(checks.verdicts())
+    assert found
+    assert not any(verdict.passed for verdict in found)
+    assert all(verdict.is_refusal for verdict in found) is not bool(status)
+    assert all(str(error) in verdict.reason for verdict in found)
 
 
 def test_transformer_engine_that_does_not_load(monkeypatch):

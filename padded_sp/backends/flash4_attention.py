@@ -23,9 +23,9 @@ except ImportError as error:
     ) from error
 
 NEEDS_PROOF = True
-KEEPS_PADS_INERT = False
 
 
+@torch.compiler.disable
 def dot_product_attention(
     q: Tensor,
     k: Tensor,

@@ -8,7 +8,9 @@ device), the mask and the window.
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,8 +21,18 @@ from padded_sp.backends.te import UNFUSED_DROPS_PADS, cudnn_version, fp8_recipe,
 from padded_sp.backends.torch_attention import zeros_like_output
 from padded_sp.meta import PaddedSeqMeta
 
+NEEDS_PROOF = True  # which cuDNN it loads, and what that computes, is up to the machine
+
+_WAY_OUT = "use backend='torch', or 'auto'"
+_MAX_HEAD_DIM = 256
+
 # From this cuDNN on, Hopper's gradients of short, heavily padded sequences are no NaN (TE #2186).
 _CUDNN_WITH_SOUND_PADS = (9, 18, 0)
+
+# cuDNN's deterministic backward of packs on Hopper asks for 128 bytes and more of workspace for
+# each of sequences * heads * longest queries * longest keys. From this many on, Transformer Engine
+# 2.20 refuses training and 2.12 runs out of memory. Its modules are always in training mode here.
+_MOST_DETERMINISTIC_SCORES = 2**30
 
 
 def dot_product_attention(
@@ -42,11 +54,11 @@ def dot_product_attention(
     window = (left, right), -1 for no limit, aligned bottom-right as in ``torch_attention``. Pad
     rows of out and of the gradients of q, k and v may hold anything. No communication.
 
-    Raises: ValueError: no backend of Transformer Engine takes these; a cuDNN whose gradients are
-        known to be NaN between pads.
+    Raises: ValueError: what ``reason_against`` says; no backend of Transformer Engine takes these,
+        with its own reasons.
     """
-    has_pads = meta.has_padding or kv_meta.has_padding
-    _check(q, k, v, has_pads)
+    if reason := reason_against(q, k, v, meta, kv_meta, window=window, dropout=dropout):
+        raise ValueError(f"{reason}; {_WAY_OUT}")
     if not (q.shape[0] and k.shape[0]):
         return zeros_like_output(q, k, v)
     causal = window[1] == 0
@@ -73,48 +85,173 @@ def dot_product_attention(
                 max_seqlen_kv=kv_meta.max_seq_len,
                 attn_mask_type=mask,
                 window_size=window,
-                pad_between_seqs=has_pads,
+                pad_between_seqs=meta.has_padding or kv_meta.has_padding,
             )
     except ValueError as error:
         if "No dot product attention backend" not in str(error):
             raise
-        raise ValueError(_no_backend(q, k, v)) from error
+        own = _own_reasons()
+        why = f". Its own reasons: {own}" if own else ""
+        raise ValueError(f"{_taken_by_none(*sizes, q.dtype, q.device)}; {_WAY_OUT}{why}") from error
     if out.shape[0] != q.shape[0]:
         raise ValueError(
             f"Transformer Engine returned {out.shape[0]} of {q.shape[0]} rows: its Unfused backend "
-            f"drops pad rows. {_no_backend(q, k, v)}"
+            f"drops pad rows. {_taken_by_none(*sizes, q.dtype, q.device)}; {_WAY_OUT}"
         )
     return out.unflatten(1, (q.shape[1], v.shape[-1]))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, has_pads: bool) -> None:
-    """Raises ValueError for what must not reach Transformer Engine."""
-    on_other_device = torch.cuda.is_available() and not q.is_cuda  # without CUDA there is no TE
-    if on_other_device or q.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(_no_backend(q, k, v))
-    if UNFUSED_DROPS_PADS and has_pads and (max(q.shape[-1], v.shape[-1]) > 256 or q.shape[-1] % 8):
-        raise ValueError(_no_backend(q, k, v))
-    if has_pads and cudnn_version() < _CUDNN_WITH_SOUND_PADS and _is_hopper(q.device.index):
-        raise ValueError(
+def reason_against(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: PaddedSeqMeta,
+    kv_meta: PaddedSeqMeta,
+    *,
+    window: tuple[int, int],
+    dropout: float,
+) -> str:
+    """Why Transformer Engine must not get these, or takes none of them; empty where it does.
+
+    Reads no device. What only kernels know, ``verify`` finds out.
+    """
+    has_pads = meta.has_padding or kv_meta.has_padding
+    (rows, heads, head_dim), (k_rows, kv_heads, _) = q.shape, k.shape
+    problem = _problem(heads, kv_heads, head_dim, v.shape[2], q.dtype, q.device, has_pads)
+    if problem or not (rows and k_rows):
+        return problem
+    problem = _problem_of_cudnn(heads, meta, kv_meta, window, dropout, q.device)
+    return "" if problem and _has_flash_attention(has_pads) else problem
+
+
+@functools.lru_cache(maxsize=256)
+def _problem(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_pads: bool,
+) -> str:
+    """What no lengths change."""
+    sizes = head_dim, v_head_dim
+    on_other_device = torch.cuda.is_available() and device.type != "cuda"  # no CUDA: no TE
+    if (
+        on_other_device
+        or dtype not in (torch.float16, torch.bfloat16)
+        or max(sizes) > _MAX_HEAD_DIM
+        or any(size % 8 for size in sizes)
+    ):
+        return _taken_by_none(heads, kv_heads, head_dim, v_head_dim, dtype, device)
+    if has_pads and cudnn_version() < _CUDNN_WITH_SOUND_PADS and _is_hopper(device):
+        return (
             f"cuDNN {'.'.join(map(str, cudnn_version()))}, which Transformer Engine loaded, gives "
             "NaN gradients for short padded sequences on Hopper (TransformerEngine #2186); load "
-            "9.18 or newer (CUDNN_HOME and LD_LIBRARY_PATH decide), or use backend='torch'"
+            "9.18 or newer (CUDNN_HOME and LD_LIBRARY_PATH decide)"
         )
+    return ""
 
 
-def _no_backend(q: Tensor, k: Tensor, v: Tensor) -> str:
+def _problem_of_cudnn(
+    heads: int,
+    meta: PaddedSeqMeta,
+    kv_meta: PaddedSeqMeta,
+    window: tuple[int, int],
+    dropout: float,
+    device: torch.device,
+) -> str:
+    """What cuDNN's attention does not take, by Transformer Engine's rules.
+
+    Without pads its Unfused backend would be left. That one is not asked for here: it reads lengths
+    on the host and holds every score, and small packs, by which ``verify`` judges, never see it.
+    """
+    longest, longest_k = meta.max_seq_len, kv_meta.max_seq_len
+    if (window[0] >= 0 or window[1] > 0) and (dropout or longest > longest_k):
+        return (
+            "cuDNN's attention, by Transformer Engine, takes a window neither with dropout nor "
+            f"where the longest queries exceed the longest keys: window {window}, dropout "
+            f"{dropout}, up to {longest} padded rows of queries and {longest_k} of keys"
+        )
+    sequences = meta.num_sequences
+    scores = sequences * heads * longest * longest_k
+    if scores >= _MOST_DETERMINISTIC_SCORES and _is_deterministic() and _is_hopper(device):
+        return (
+            "under deterministic algorithms cuDNN's attention on Hopper, by Transformer Engine, "
+            "trains packs of fewer than 2 ** 30 sequences * heads * longest queries * longest keys "
+            f"in padded rows, and these have {sequences} * {heads} * {longest} * {longest_k} = "
+            f"{scores}; give shorter packs, or allow others (NVTE_ALLOW_NONDETERMINISTIC_ALGO=1)"
+        )
+    return ""
+
+
+def _has_flash_attention(has_pads: bool) -> bool:
+    """Whether Transformer Engine has a FlashAttention, which may take what cuDNN does not.
+
+    With pads those are version 3 and later, from Transformer Engine 2.16 on.
+    """
+    if os.environ.get("NVTE_FLASH_ATTN", "1") == "0" or (has_pads and UNFUSED_DROPS_PADS):
+        return False
+    utils = getattr(_te_internals(), "dpa_utils", None)
+    found = getattr(utils, "FlashAttentionUtils", None)
+    names = ["v3_is_installed", "v4_is_installed", *["is_installed"] * (not has_pads)]
+    return any(getattr(found, name, False) for name in names)
+
+
+def _taken_by_none(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
     return (
-        f"no attention backend of Transformer Engine takes {q.shape[1]} heads of {q.shape[-1]} "
-        f"with {k.shape[1]} KV heads and values of {v.shape[-1]}, packed, in {q.dtype} on "
-        f"{q.device}: packed sequences need float16 or bfloat16 on a GPU, head sizes that are "
-        "multiples of 8 up to 256, and cuDNN's fused attention (not NVTE_FUSED_ATTN=0); use "
-        "backend='torch'"
+        f"no attention backend of Transformer Engine takes {heads} heads of {head_dim} with "
+        f"{kv_heads} KV heads and values of {v_head_dim}, packed, in {dtype} on {device}: packed "
+        "sequences need float16 or bfloat16 on a GPU, head sizes that are multiples of 8 up to "
+        f"{_MAX_HEAD_DIM}, and cuDNN's fused attention (not NVTE_FUSED_ATTN=0)"
     )
 
 
+def _own_reasons() -> str:
+    """Why Transformer Engine found no backend in its last call; empty if it cannot be told.
+
+    It says so at a logging level that it sets anew each time it chooses, from the environment of
+    its import. So the choice is made again at another level, and heard in place of being printed.
+    """
+    heard: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        heard.append(record.getMessage())
+        return False
+
+    try:
+        chooser, logger = _te_internals(), logging.getLogger("DotProductAttention")
+        level = chooser.attn_log._log_level
+        chooser.attn_log._log_level = logging.DEBUG
+        logger.addFilter(hear)
+        try:
+            params = chooser._attention_backends["attention_params"]
+            chooser.dpa_utils.get_attention_backend(params)
+        finally:
+            logger.removeFilter(hear)
+            chooser.attn_log._log_level = level
+            logger.setLevel(level)
+    except Exception:  # other internals than those of 2.12 and 2.20
+        return ""
+    reasons = dict.fromkeys(line.strip(" .") for line in heard if line.startswith("Disabling"))
+    return "; ".join(reasons)
+
+
+def _te_internals() -> Any:
+    """The module that chooses among Transformer Engine's backends."""
+    return sys.modules[te.DotProductAttention.__module__]
+
+
 @functools.cache
-def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index)[0] == 9
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _is_deterministic() -> bool:

@@ -73,6 +73,12 @@ def tiles_of(
     return meta.cached(("attention tiles", window, blocks, other), make)
 
 
+def typical_length(meta: PaddedSeqMeta) -> float:
+    """Tokens of the sequence that the average token lies in."""
+    lengths = meta.seq_lens
+    return meta.cached("typical length", lambda: sum(n * n for n in lengths) / max(1, sum(lengths)))
+
+
 class _Sequence(NamedTuple):
     """One sequence: where its tokens start among all, how many there are, and its first row."""
 

@@ -24,6 +24,8 @@ _flash_attention = torch.ops.aten._flash_attention_forward
 _FLASH_MAX_HEAD_DIM = 256
 _FLASH_HEAD_DIM_MULTIPLE = 8
 
+NEEDS_PROOF = False  # it comes with PyTorch, kernels included
+
 
 def dot_product_attention(
     q: Tensor,
@@ -44,12 +46,33 @@ def dot_product_attention(
     window = (left, right), -1 for no limit: query i of n sees the keys from (i + m - n) - left to
     (i + m - n) + right of m. Real queries that see no key give zeros. No communication.
 
-    Raises: ValueError: metas with capacity where host lengths are needed (see ``uses_flash``).
+    Raises: ValueError: metas with capacity where host lengths are needed, see ``reason_against``.
     """
     if not (q.shape[0] and k.shape[0]):
         return zeros_like_output(q, k, v)
     attend = _flash if uses_flash(q, v) else _per_sequence
     return attend(q, k, v, meta, kv_meta, window, dropout, softmax_scale)
+
+
+def reason_against(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: PaddedSeqMeta,
+    kv_meta: PaddedSeqMeta,
+    *,
+    window: tuple[int, int],
+    dropout: float,
+) -> str:
+    """Why ``dot_product_attention`` does not take these; empty where it does. Reads no device."""
+    has_lengths = not (meta.is_capacity or kv_meta.is_capacity)
+    if has_lengths or uses_flash(q, v) or not (q.shape[0] and k.shape[0]):
+        return ""
+    return (
+        f"attention in {q.dtype} on {q.device.type} with heads of {q.shape[-1]} and "
+        f"{v.shape[-1]} goes by host lengths, which a meta with capacity does not have; take "
+        "bf16 or fp16 on a GPU with heads of at most 256, or a meta without capacity"
+    )
 
 
 def uses_flash(q: Tensor, v: Tensor) -> bool:
@@ -124,12 +147,8 @@ def _per_sequence(
     dropout: float,
     scale: float,
 ) -> Tensor:
-    if meta.is_capacity or kv_meta.is_capacity:
-        raise ValueError(
-            f"attention in {q.dtype} on {q.device.type} with heads of {q.shape[-1]} and "
-            f"{v.shape[-1]} goes by host lengths, which a meta with capacity does not have; take "
-            "bf16 or fp16 on a GPU with heads of at most 256, or a meta without capacity"
-        )
+    if reason := reason_against(q, k, v, meta, kv_meta, window=window, dropout=dropout):
+        raise ValueError(reason)
     v_head_dim = v.shape[-1]
     group = q.shape[1] // k.shape[1]
     q, k, v = _with_equal_heads(q, k, v, 1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from padded_sp.backends.tiles import Blocks, Tiles, tiles_of
+from padded_sp.backends.tiles import Blocks, Tiles, tiles_of, typical_length
 from padded_sp.backends.torch_attention import zeros_like_output
 from padded_sp.meta import PaddedSeqMeta
 from padded_sp.padding import zero_rows_
@@ -25,6 +25,7 @@ KEEPS_PADS_INERT = True
 _MAX_HEAD_DIM = 256
 
 
+@torch.compiler.disable
 def dot_product_attention(
     q: Tensor,
     k: Tensor,
@@ -77,6 +78,15 @@ def reason_against(
     return ""
 
 
+def is_slow_for(q: Tensor, v: Tensor, meta: PaddedSeqMeta) -> bool:
+    """Whether others are faster: where most tokens lie in long sequences. Measured on an H200."""
+    if meta.is_capacity:
+        return True
+    width = max(q.shape[-1], v.shape[-1])
+    limit = next((tokens for size, tokens in _FAST_UP_TO.items() if width <= size), 0)
+    return typical_length(meta) > limit
+
+
 # --- Sizes of tiles ------------------------------------------------------------------------------
 
 
@@ -104,7 +114,9 @@ _CONFIGS = {
     ),
     256: (Config(Blocks(32, 128, 32, 64, 32), (8, 2), (8, 2), (8, 2)),) * 2,
 }
-_SHORT = 512  # tokens of the sequence that the average token lies in
+_SHORT = 512  # typical_length up to which the former are faster
+# Head size, up to -> the typical_length up to which these kernels are faster than others.
+_FAST_UP_TO = {64: 1024, 128: 512, 256: 256}
 _MOST_HEADS_TOGETHER = 8
 
 
@@ -164,8 +176,7 @@ class _Call:
 
 def _config_of(meta: PaddedSeqMeta, width: int) -> Config:
     short, long = next(configs for limit, configs in _CONFIGS.items() if width <= limit)
-    lengths = meta.seq_lens
-    return short if sum(n * n for n in lengths) <= _SHORT * sum(lengths) else long
+    return short if typical_length(meta) <= _SHORT else long
 
 
 def _power_of_two(width: int) -> int:

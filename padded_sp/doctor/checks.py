@@ -41,8 +41,11 @@ def verdicts() -> Iterator[Verdict]:
             try:
                 backends.load(table, name)
             except Exception as error:  # loaders of CUDA libraries raise all sorts
-                why = str(error).partition("\n")[0]
-                yield Verdict(f"{kind} by {name}", False, {}, {}, f"ValueError: {why}")
+                # What is not installed claims nothing; what is there and breaks is a failure.
+                is_missing = isinstance(error.__cause__ or error, ModuleNotFoundError)
+                what = "ValueError" if is_missing else "cannot be imported"
+                why = f"{what}: {error}".partition("\n")[0]
+                yield Verdict(f"{kind} by {name}", False, {}, {}, why)
             else:
                 yield from of_one(name)
 

@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch.cuda import nccl
 
-from padded_sp import alignment
+from padded_sp import alignment, backends
 from padded_sp.backends.cudnn import Version, version_of
 from padded_sp.backends.torch_attention import uses_flash
 
@@ -59,7 +59,7 @@ def recipes() -> dict[str, str]:
 
 
 def attention() -> dict[str, str]:
-    """Backend of attention -> what it runs on here, or why it does not."""
+    """Backend of attention -> what it runs on here, or why it does not; and what "auto" tries."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     paths = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -69,7 +69,17 @@ def attention() -> dict[str, str]:
     te = transformer_engine()
     if not isinstance(te, str):
         te = f"cuDNN {dotted(te.cudnn_version())}, packed; bfloat16 and float16"
-    return {"torch": "; ".join(f"{k} on {device}: {v}" for k, v in paths.items()), "te": te}
+    on_gpu = "bfloat16 and float16" if torch.cuda.is_available() else "needs a GPU"
+    errors = {n: backends.import_error(path) for n, path in backends.ATTENTION.items()}
+    flash4 = errors.get("flash4")
+    tried = (n for n in backends.AUTO if errors[n] is None)
+    return {
+        "auto": ", then ".join(tried),
+        "triton": f"our kernels, for packs of short sequences; {on_gpu}",
+        "flash4": on_gpu if flash4 is None else str(flash4).partition("\n")[0],
+        "te": te,
+        "torch": "; ".join(f"{k} on {device}: {v}" for k, v in paths.items()),
+    }
 
 
 def linears() -> dict[str, str]:

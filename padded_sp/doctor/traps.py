@@ -39,6 +39,8 @@ def applying() -> list[Trap]:
             "build its PyTorch extension for this PyTorch: python -m pip install --no-deps "
             "--no-build-isolation --no-cache-dir --force-reinstall transformer_engine_torch"
         )
+        if "cudnn" in te.lower():  # libraries of two versions, found in two places
+            cure = f"one cuDNN for all: {_LOAD_PYTORCHS_CUDNN}"
         found.append(Trap(f"Transformer Engine is {te}", cure))
     return found
 

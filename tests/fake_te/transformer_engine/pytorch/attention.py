@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +23,39 @@ _NO_BACKEND = (
     "No dot product attention backend is available for the provided inputs. Please run with "
     "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to find out the reasons for disabling all backends."
 )
+
+
+def get_attention_backend(params: dict[str, Any]) -> str:
+    """Which takes these: "fused", "unfused", or "", with reasons at the level of ``attn_log``."""
+    logger = logging.getLogger("DotProductAttention")
+    logger.setLevel(attn_log._log_level)
+    logger.debug("Running with config=%s", params)
+    usable = {}
+    for kind in ("fused", "unfused"):
+        variable = f"NVTE_{kind.upper()}_ATTN"
+        usable[kind] = os.environ.get(variable, "1") != "0"
+        if not usable[kind]:
+            logger.debug("Disabling %s attention due to %s=0", kind, variable)
+    in_half = params["dtype"] in (torch.float16, torch.bfloat16)
+    if not in_half or params["fp8"] or any(size % 8 or size > 256 for size in params["sizes"]):
+        logger.debug("Disabling fused attention as no backend supports the provided input.")
+        usable["fused"] = False
+    if params["fp8"]:
+        logger.debug("Disabling unfused attention for FP8")
+        usable["unfused"] = False
+    if params["pads"] and VERSION >= (2, 16, 0):
+        logger.debug("Disabling unfused attention for pad_between_seqs = True")
+        usable["unfused"] = False
+    return next((kind for kind, is_usable in usable.items() if is_usable), "")
+
+
+# By these names the real module finds what chooses among its backends.
+attn_log = SimpleNamespace(_log_level=logging.WARNING)
+dpa_utils = SimpleNamespace(
+    get_attention_backend=get_attention_backend,
+    FlashAttentionUtils=SimpleNamespace(is_installed=False, v3_is_installed=False),
+)
+_attention_backends: dict[str, Any] = {"attention_params": None}
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -83,13 +119,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         q = _Rows(query_layer, cu_seqlens_q, padded_q)
         kv = _Rows(key_layer, cu_seqlens_kv, padded_kv)
         recipe = FP8GlobalStateManager.get_fp8_recipe()
-        if FP8GlobalStateManager.is_fp8_enabled() and (recipe.fp8_dpa or recipe.fp8_mha):
-            raise ValueError(_NO_BACKEND)
-        sizes = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        supported = query_layer.dtype in (torch.float16, torch.bfloat16) and all(
-            size % 8 == 0 and size <= 256 for size in sizes
-        )
-        if not supported and VERSION >= (2, 16, 0):
+        _attention_backends["attention_params"] = {
+            "dtype": query_layer.dtype,
+            "sizes": (query_layer.shape[-1], value_layer.shape[-1]),
+            "pads": pad_between_seqs,
+            "fp8": FP8GlobalStateManager.is_fp8_enabled() and (recipe.fp8_dpa or recipe.fp8_mha),
+        }
+        backend = dpa_utils.get_attention_backend(_attention_backends["attention_params"])
+        if not backend:
             raise ValueError(_NO_BACKEND)
         out = self._attend(
             *_LeavePads.apply(query_layer, key_layer, value_layer, q.is_real, kv.is_real),
@@ -98,7 +135,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             window_size or self.window_size or (-1, -1),
             mask_type,
         )
-        if not supported:  # by the Unfused backend of those versions, without the pad rows
+        if backend == "unfused" and pad_between_seqs:  # older versions drop the pad rows then
             return out[q.is_real].flatten(1)
         out = out.masked_fill(~q.is_real[:, None, None], PAD_ROWS)
         return out.view(len(out), -1)

@@ -1,0 +1,52 @@
+"""Attention by one backend, with inert pads whatever that backend does about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from padded_sp.inert import inert_input, inert_output
+from padded_sp.meta import PaddedSeqMeta
+
+
+def attend(
+    compute: Callable[..., Tensor],
+    keeps_pads_inert: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: PaddedSeqMeta,
+    kv_meta: PaddedSeqMeta,
+    *,
+    inplace: bool = True,
+    **options: Any,
+) -> Tensor:
+    """``compute``, a backend's ``dot_product_attention``, on any pads; pad rows of results zero.
+
+        q    [T, heads, D]            k  [T_kv, kv_heads, D]
+        out  [T, heads * D_v]         v  [T_kv, kv_heads, D_v]
+
+    ``inplace``: zeros may be written to the pad rows of q, k and v. No communication.
+    """
+    if keeps_pads_inert:
+        return compute(q, k, v, meta, kv_meta, **options).flatten(1)
+    # Rows that are pads by one of two metas may be real by the other.
+    over = inplace and (kv_meta is meta or not _share_memory(q, k, v))
+    q = inert_input(q, meta, inplace=over, zero_gradient=True)
+    k = inert_input(k, kv_meta, inplace=over, zero_gradient=True)
+    v = inert_input(v, kv_meta, inplace=over, zero_gradient=True)
+    out = compute(q, k, v, meta, kv_meta, **options)
+    # Not by a view, which inert_output must not get.
+    shape = out.shape[0], out.shape[1] * out.shape[2]
+    out = torch.ops.aten._unsafe_view.default(out.contiguous(), shape)
+    return inert_output(out, meta, inplace=inplace)
+
+
+def _share_memory(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # nothing is written to then
+        return False
+    storage = q.untyped_storage().data_ptr()
+    return storage in (k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr())
