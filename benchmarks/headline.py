@@ -47,11 +47,54 @@ def test_count(record: Record, outcome: str) -> int:
     return record[outcome]
 
 
+def attention_over_ours(record: Record, pack: str, backend: str) -> float:
+    """Its time over that of what "auto" picks, forward and backward, 32/8 heads of 128, causal."""
+    _demand(record, heads=[32, 8, 128])
+    return record["figures"][pack]["forward and backward"]["over_auto"][backend]["median"]
+
+
+def attention_pads_over_tight(record: Record) -> float:
+    """auto's time with 50 % pads, less that of writing zeros to them, over that without pads."""
+    _demand(record, heads=[32, 8, 128])
+    pads = record["pads_over_tight"]
+    return max(
+        pads[pack]["ratio_of_pairs_less_zeros"]["median"] for pack in ("short", "log-normal")
+    )
+
+
+def attention_auto_over_best(record: Record) -> float:
+    """auto's time over that of the best single backend, on the pack where that is largest."""
+    _demand(record, heads=[32, 8, 128])
+    ratios = [pack["forward and backward"]["over_auto"] for pack in record["figures"].values()]
+    for needed in ("te", "flash4", "triton"):
+        if not all(needed in pack for pack in ratios):
+            raise LeftOut(f"it was recorded without {needed}")
+    return max(1 / min(ratio["median"] for ratio in pack.values()) for pack in ratios)
+
+
 #: name -> the record that it comes from, and how.
 HEADLINE: dict[str, tuple[str, Callable[[Record], float]]] = {
     "inert_cost_fraction": ("te_block.json", lambda record: inert_cost(record, "bf16")),
     "inert_cost_fraction_fp8": ("te_block.json", lambda record: inert_cost(record, *FP8)),
     "te_block_over_plain": ("te_block.json", block_over_plain),
+    "attention_short_te_over_ours": (
+        "attention.json",
+        lambda record: attention_over_ours(record, "short", "te"),
+    ),
+    "attention_short_flash4_over_ours": (
+        "attention.json",
+        lambda record: attention_over_ours(record, "short", "flash4"),
+    ),
+    "attention_lognormal_te_over_ours": (
+        "attention.json",
+        lambda record: attention_over_ours(record, "log-normal", "te"),
+    ),
+    "attention_long_te_over_ours": (
+        "attention.json",
+        lambda record: attention_over_ours(record, "long", "te"),
+    ),
+    "attention_padded50_over_tight": ("attention.json", attention_pads_over_tight),
+    "attention_auto_over_best": ("attention.json", attention_auto_over_best),
     "gpu_tests_passed": ("gpu_tests.json", lambda record: test_count(record, "passed")),
     "gpu_tests_failed": ("gpu_tests.json", lambda record: test_count(record, "failed")),
 }

@@ -17,7 +17,7 @@ from padded_sp.collectives import group_size
 from padded_sp.context import resolve_meta
 from padded_sp.masks import window_of
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.parallel_layer import to_autocast_dtype
+from padded_sp.parallel_layer import is_autocast_on, to_autocast_dtype
 from padded_sp.shared_group import SharesGroup
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ class DotProductAttention(SharesGroup):
         _refuse(unsupported)
         meta = resolve_meta(meta)
         kv_meta = meta if kv_meta is None else kv_meta
-        q, k, v = map(to_autocast_dtype, (q, k, v))
+        if is_autocast_on(q):
+            q, k, v = map(to_autocast_dtype, (q, k, v))
         self._check(q, k, v, meta, kv_meta)
         _refuse_fp8_attention()
         dropout = self.dropout if self.training else 0.0

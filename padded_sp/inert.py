@@ -31,7 +31,7 @@ def inert_input(
     """``x`` with pad rows exactly zero.
 
     ``x`` [rows, ...] holds the rows from ``first_row`` on. Its pad rows are overwritten where that
-    is safe and cheap (see :func:`_may_overwrite`), else ``x`` is copied. The write does not bump
+    is safe and cheap (see :func:`may_overwrite`), else ``x`` is copied. The write does not bump
     the version counter: relu, softmax and exp save their output, and an ordinary in-place write
     would make their backward refuse it. What they get on these rows is a gradient of zero, and
     what they make of it is zero whatever they saved, unless they divide by that.
@@ -43,7 +43,7 @@ def inert_input(
         return x
     if torch.compiler.is_compiling():
         return zero_padding_copy(x, meta, first_row)
-    if inplace and _may_overwrite(x):
+    if inplace and may_overwrite(x):
         zero_rows_(x, meta, first_row)
         if not (zero_gradient and x.requires_grad):
             return x
@@ -123,7 +123,7 @@ def _has_pads(x: Tensor, meta: PaddedSeqMeta, first_row: int) -> bool:
     return meta.num_pads_in(first_row, first_row + x.shape[0]) > 0
 
 
-def _may_overwrite(x: Tensor) -> bool:
+def may_overwrite(x: Tensor) -> bool:
     """Not what the caller holds as data or parameter, nor a view of it; and memory of its own.
 
     Nor the result of an operation that divides by it in backward: 0 / 0 there is NaN.

@@ -188,7 +188,8 @@ class PaddedSeqMeta(Layout):
 
     def check_rows(self, tensor: Tensor, name: str, shards: int = 1) -> None:
         """Raises ValueError unless ``tensor`` has ``num_rows / shards`` rows."""
-        boundaries.check_shards(self.num_rows, shards)
+        if shards != 1:
+            boundaries.check_shards(self.num_rows, shards)
         rows = tensor.shape[0] if tensor.dim() else "no"
         if rows != self.num_rows // shards:
             share = f" / {shards} ranks = {self.num_rows // shards}" if shards > 1 else ""

@@ -28,6 +28,25 @@ TE_BLOCK = {
         "block": ratios(0.875, 1.125, 1.0, 1.0),
     },
 }
+
+
+def pack(te, flash4, triton):
+    ratios = {"te": te, "flash4": flash4, "triton": triton}
+    return {"forward and backward": {"over_auto": {k: {"median": v} for k, v in ratios.items()}}}
+
+
+ATTENTION = {
+    "heads": [32, 8, 128],
+    "figures": {
+        "short": pack(2.5, 2.25, 1.0),
+        "log-normal": pack(1.25, 1.0, 1.5),
+        "long": pack(1.125, 0.875, 2.0),
+    },
+    "pads_over_tight": {
+        "short": {"ratio_of_pairs_less_zeros": {"median": 0.75}},
+        "log-normal": {"ratio_of_pairs_less_zeros": {"median": 1.0625}},
+    },
+}
 GPU_TESTS = {"passed": 7, "failed": 1, "skipped": 2, "world_sizes": [2], "backend": "nccl"}
 GPU_TESTS |= {"gpu": "NVIDIA H200"}
 
@@ -43,11 +62,17 @@ def run(folder, **records):
 
 
 def test_reads_the_records(tmp_path):
-    figures, said = run(tmp_path, te_block=TE_BLOCK, gpu_tests=GPU_TESTS)
+    figures, said = run(tmp_path, te_block=TE_BLOCK, gpu_tests=GPU_TESTS, attention=ATTENTION)
     assert figures == {
         "inert_cost_fraction": 0.25,
         "inert_cost_fraction_fp8": 0.75,  # of the worst recipe
         "te_block_over_plain": 1.125,
+        "attention_short_te_over_ours": 2.5,
+        "attention_short_flash4_over_ours": 2.25,
+        "attention_lognormal_te_over_ours": 1.25,
+        "attention_long_te_over_ours": 1.125,
+        "attention_padded50_over_tight": 1.0625,  # of the worst pack, and so below
+        "attention_auto_over_best": 1 / 0.875,
         "gpu_tests_passed": 7,
         "gpu_tests_failed": 1,
     }
@@ -114,3 +139,15 @@ def test_recorded_headline_is_what_the_records_give(tmp_path):
         pytest.skip("nothing is recorded yet")
     records = {path.stem: path.read_text() for path in results.glob("*.json")}
     assert run(tmp_path, **records)[0] == json.loads(records["headline"])
+
+
+def test_attention_that_lacks_a_backend_is_not_the_best(tmp_path):
+    record = copy.deepcopy(ATTENTION)
+    del record["figures"]["long"]["forward and backward"]["over_auto"]["flash4"]
+    figures, said = run(tmp_path, attention=record)
+    assert "attention_auto_over_best" not in figures
+    assert figures["attention_long_te_over_ours"] == 1.125
+    assert "recorded without flash4" in said
+    figures, said = run(tmp_path, attention=record | {"heads": [8, 8, 64]})
+    assert not figures
+    assert "heads must be [32, 8, 128]" in said

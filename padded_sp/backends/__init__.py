@@ -16,7 +16,8 @@ A backend of attention has these names:
     found by ``verify``.
 *   ``NEEDS_PROOF``, whether layers run ``verify`` before they trust it. One that needs none is
     plain PyTorch, which ``torch.compile`` traces.
-*   ``KEEPS_PADS_INERT = True``, if it takes any pads and leaves zeros in those of its results.
+*   ``KEEPS_PADS_INERT = True``, if it takes any pads and leaves zeros in those of its results. It
+    is told by ``inplace`` whether it may write zeros into those of q, k, v and of gradients.
 *   ``is_slow_for(q, v, meta)``, if there are packs for which "auto" prefers others.
 """
 
@@ -34,10 +35,11 @@ ATTENTION = {
     "te": "padded_sp.backends.te_attention",
     "flash4": "padded_sp.backends.flash4_attention",
     "triton": "padded_sp.backends.triton_attention",
+    "mixed": "padded_sp.backends.mixed_attention",
 }
 
 #: What ``DotProductAttention(backend="auto")`` allows, where it is installed, by preference.
-AUTO = ("triton", "flash4", "te", "torch")
+AUTO = ("mixed", "triton", "flash4", "te", "torch")
 
 # Names -> what computes a linear; "te" has a module of its own inside the layer.
 LINEAR = {

@@ -31,10 +31,10 @@ def attend(
 
     ``inplace``: zeros may be written to the pad rows of q, k and v. No communication.
     """
-    if keeps_pads_inert:
-        return compute(q, k, v, meta, kv_meta, **options).flatten(1)
     # Rows that are pads by one of two metas may be real by the other.
     over = inplace and (kv_meta is meta or not _share_memory(q, k, v))
+    if keeps_pads_inert:
+        return compute(q, k, v, meta, kv_meta, inplace=over, **options).flatten(1)
     q = inert_input(q, meta, inplace=over, zero_gradient=True)
     k = inert_input(k, kv_meta, inplace=over, zero_gradient=True)
     v = inert_input(v, kv_meta, inplace=over, zero_gradient=True)

@@ -51,17 +51,24 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(
-    meta: PaddedSeqMeta, kv_meta: PaddedSeqMeta, window: tuple[int, int], blocks: Blocks
+    meta: PaddedSeqMeta,
+    kv_meta: PaddedSeqMeta,
+    window: tuple[int, int],
+    blocks: Blocks,
+    longest: int | None = None,
 ) -> Tiles:
-    """The tiles of a pack, kept for the life of its meta. ``window`` as in ``masks.py``."""
+    """The tiles of a pack, kept for the life of its meta. ``window`` as in ``masks.py``.
+
+    ``longest``: longer sequences, by queries or keys, are left out.
+    """
 
     def make() -> Tiles:
-        packed, queries, keys = tile_lists(meta, kv_meta, window, blocks)
+        packed, queries, keys = tile_lists(meta, kv_meta, window, blocks, longest)
         low, high = _seen_by_each(meta, kv_meta, window)
         return Tiles(
-            _on_device(packed, 4, meta.device),
-            _on_device(queries, 8, meta.device),
-            _on_device(keys, 8, meta.device),
+            on_device(packed, 4, meta.device),
+            on_device(queries, 8, meta.device),
+            on_device(keys, 8, meta.device),
             meta.real_rows.int(),
             kv_meta.real_rows.int(),
             low,
@@ -70,16 +77,20 @@ def tiles_of(
 
     # The key holds the other meta itself, not its id: ids are used again.
     other = None if kv_meta is meta else kv_meta
-    return meta.cached(("attention tiles", window, blocks, other), make)
+    return meta.cached(("attention tiles", window, blocks, longest, other), make)
 
 
-def typical_length(meta: PaddedSeqMeta) -> float:
-    """Tokens of the sequence that the average token lies in."""
-    lengths = meta.seq_lens
-    return meta.cached("typical length", lambda: sum(n * n for n in lengths) / max(1, sum(lengths)))
+def typical_length(meta: PaddedSeqMeta, longest: int | None = None) -> float:
+    """Tokens of the sequence that the average token lies in, of those up to ``longest``."""
+
+    def make() -> float:
+        lengths = [n for n in meta.seq_lens if longest is None or n <= longest]
+        return sum(n * n for n in lengths) / max(1, sum(lengths))
+
+    return meta.cached(("typical length", longest), make)
 
 
-class _Sequence(NamedTuple):
+class Sequence(NamedTuple):
     """One sequence: where its tokens start among all, how many there are, and its first row."""
 
     q_first: int
@@ -89,13 +100,17 @@ class _Sequence(NamedTuple):
     q_row: int
     k_row: int
 
+    @property
+    def longest(self) -> int:
+        return max(self.q_count, self.k_count)
 
-def _sequences(meta: PaddedSeqMeta, kv_meta: PaddedSeqMeta) -> Iterator[_Sequence]:
+
+def sequences(meta: PaddedSeqMeta, kv_meta: PaddedSeqMeta) -> Iterator[Sequence]:
     def starts(lengths: tuple[int, ...]) -> Iterator[int]:
         return itertools.accumulate(lengths, initial=0)
 
     return map(
-        _Sequence,
+        Sequence,
         starts(meta.seq_lens),
         meta.seq_lens,
         starts(kv_meta.seq_lens),
@@ -106,15 +121,22 @@ def _sequences(meta: PaddedSeqMeta, kv_meta: PaddedSeqMeta) -> Iterator[_Sequenc
 
 
 def tile_lists(
-    meta: PaddedSeqMeta, kv_meta: PaddedSeqMeta, window: tuple[int, int], blocks: Blocks
+    meta: PaddedSeqMeta,
+    kv_meta: PaddedSeqMeta,
+    window: tuple[int, int],
+    blocks: Blocks,
+    longest: int | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """``Tiles.packed``, ``.queries`` and ``.keys``, as lists."""
     packed: list[list[int]] = []
     queries: list[list[int]] = []
     keys: list[list[int]] = []
     is_open = False
-    for sequence in _sequences(meta, kv_meta):
-        if max(sequence.q_count, sequence.k_count) > blocks.packed:
+    for sequence in sequences(meta, kv_meta):
+        if longest is not None and sequence.longest > longest:
+            is_open = False
+            continue
+        if sequence.longest > blocks.packed:
             queries += _query_tiles(sequence, window, blocks)
             keys += _key_tiles(sequence, window, blocks)
             is_open = False
@@ -136,7 +158,7 @@ def tile_lists(
 
 
 def _query_tiles(
-    sequence: _Sequence, window: tuple[int, int], blocks: Blocks
+    sequence: Sequence, window: tuple[int, int], blocks: Blocks
 ) -> Iterator[list[int]]:
     left, right = window
     q_first, q_count, k_first, k_count, q_row, k_row = sequence
@@ -154,7 +176,7 @@ def _query_tiles(
         yield [first, stop - first, begin, full_end, end, q_row - q_first, k_row - k_first, offset]
 
 
-def _key_tiles(sequence: _Sequence, window: tuple[int, int], blocks: Blocks) -> Iterator[list[int]]:
+def _key_tiles(sequence: Sequence, window: tuple[int, int], blocks: Blocks) -> Iterator[list[int]]:
     left, right = window
     q_first, q_count, k_first, k_count, q_row, k_row = sequence
     q_stop, k_stop = q_first + q_count, k_first + k_count
@@ -193,7 +215,7 @@ def _seen_by_each(
     return low, high
 
 
-def _on_device(rows: list[list[int]], fields: int, device: torch.device) -> Tensor:
+def on_device(rows: list[list[int]], fields: int, device: torch.device) -> Tensor:
     flat = torch.tensor(
         list(itertools.chain.from_iterable(rows)),
         dtype=torch.int32,

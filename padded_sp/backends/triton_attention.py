@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from padded_sp.backends.tiles import Blocks, Tiles, tiles_of, typical_length
+from padded_sp.backends.parts import attend_by_parts, part_of
+from padded_sp.backends.tiles import Blocks, tiles_of, typical_length
 from padded_sp.backends.torch_attention import zeros_like_output
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.padding import zero_rows_
 
 NEEDS_PROOF = True
 KEEPS_PADS_INERT = True
@@ -36,6 +36,7 @@ def dot_product_attention(
     window: tuple[int, int],
     dropout: float,
     softmax_scale: float,
+    inplace: bool = True,
 ) -> Tensor:
     """softmax(scale Q K^T) V of each sequence by itself.
 
@@ -52,7 +53,8 @@ def dot_product_attention(
         raise ValueError(reason)
     if not (q.shape[0] and k.shape[0]):
         return zeros_like_output(q, k, v)
-    return _Attention.apply(q, k, v, meta, kv_meta, window, softmax_scale)
+    part = part_of(TritonPart, q, k, v, meta, kv_meta, window, softmax_scale)
+    return attend_by_parts([part], q, k, v, meta, kv_meta, inplace)
 
 
 def reason_against(
@@ -80,11 +82,13 @@ def reason_against(
 
 def is_slow_for(q: Tensor, v: Tensor, meta: PaddedSeqMeta) -> bool:
     """Whether others are faster: where most tokens lie in long sequences. Measured on an H200."""
-    if meta.is_capacity:
-        return True
+    return meta.is_capacity or typical_length(meta) > fast_up_to(q, v)
+
+
+def fast_up_to(q: Tensor, v: Tensor) -> int:
+    """The tokens of a sequence up to which these kernels are faster than others."""
     width = max(q.shape[-1], v.shape[-1])
-    limit = next((tokens for size, tokens in _FAST_UP_TO.items() if width <= size), 0)
-    return typical_length(meta) > limit
+    return next((tokens for size, tokens in _FAST_UP_TO.items() if width <= size), 0)
 
 
 # --- Sizes of tiles ------------------------------------------------------------------------------
@@ -101,27 +105,28 @@ class Config(NamedTuple):
     packed_backward: tuple[int, int] = (4, 1)
 
 
-# By the wider of the head sizes, up to. For packs whose tokens mostly lie in short sequences, where
-# small tiles are emptier by less, and for the others. The fastest of some, on an H200.
-_CONFIGS = {
+# By the wider of the head sizes, up to: (typical_length up to which it is the fastest, config),
+# measured on an H200. Small tiles are less empty in short sequences; large ones read less.
+_ALL = math.inf
+_CONFIGS: dict[int, tuple[tuple[float, Config], ...]] = {
     64: (
-        Config(Blocks(64, 64, 32, 64, 32), (4, 4), (4, 4), (4, 4)),
-        Config(Blocks(64, 64, 64, 64, 64), (4, 3), (4, 3), (4, 3)),
+        (512, Config(Blocks(64, 64, 32, 64, 32), (4, 4), (4, 4), (4, 4))),
+        (_ALL, Config(Blocks(64, 64, 64, 64, 64), (4, 3), (4, 3), (4, 3))),
     ),
     128: (
-        Config(Blocks(64, 64, 32, 64, 32), (4, 3), (4, 3), (4, 3)),
-        Config(Blocks(64, 128, 64, 128, 64), (8, 3), (8, 3), (8, 3)),
+        (180, Config(Blocks(64, 64, 32, 64, 32), (4, 3), (4, 2), (4, 3))),
+        (768, Config(Blocks(64, 128, 32, 64, 32), (4, 3), (4, 3), (4, 3))),
+        (_ALL, Config(Blocks(64, 128, 64, 128, 64), (8, 3), (8, 3), (8, 3))),
     ),
-    256: (Config(Blocks(32, 128, 32, 64, 32), (8, 2), (8, 2), (8, 2)),) * 2,
+    256: ((_ALL, Config(Blocks(32, 128, 32, 64, 32), (8, 2), (8, 2), (8, 2))),),
 }
-_SHORT = 512  # typical_length up to which the former are faster
-# Head size, up to -> the typical_length up to which these kernels are faster than others.
+# Head size, up to -> the tokens of a sequence up to which these kernels are faster than others.
 _FAST_UP_TO = {64: 1024, 128: 512, 256: 256}
 _MOST_HEADS_TOGETHER = 8
 
 
-class _Call:
-    """What forward and backward of one call share: tiles and the kernels' arguments."""
+class TritonPart:
+    """The sequences up to ``longest`` tokens, by default all: a part as ``parts.py`` means it."""
 
     def __init__(
         self,
@@ -132,51 +137,134 @@ class _Call:
         kv_meta: PaddedSeqMeta,
         window: tuple[int, int],
         scale: float,
+        longest: int | None = None,
     ) -> None:
-        self.meta, self.kv_meta = meta, kv_meta
-        self.heads, self.kv_heads = q.shape[1], k.shape[1]
-        group = self.heads // self.kv_heads
-        self.together = min(_MOST_HEADS_TOGETHER, group & -group)  # a power of two that divides it
+        heads, kv_heads = q.shape[1], k.shape[1]
+        group = heads // kv_heads
+        self._together = min(_MOST_HEADS_TOGETHER, group & -group)  # a power of two that divides it
         k_width, v_width = q.shape[-1], v.shape[-1]
-        self.config = _config_of(meta, max(k_width, v_width))
-        self.tiles = tiles_of(meta, kv_meta, window, self._in_tokens(self.config.blocks))
-        self.scales = scale, scale * math.log2(math.e)
-        self.window = window
-        self.strides = tuple(x.stride(dim) for x in (q, k, v) for dim in (0, 1))
-        self.sizes = {
-            "GROUP": group,
-            "K_WIDTH": k_width,
-            "V_WIDTH": v_width,
-            "BLOCK_K": _power_of_two(k_width),
-            "BLOCK_V": _power_of_two(v_width),
+        config = _config_of(typical_length(meta, longest), max(k_width, v_width))
+        tiles = tiles_of(meta, kv_meta, window, self._in_tokens(config.blocks), longest)
+        self.tiles = tiles
+        self._packed = tiles.packed, tiles.q_rows, tiles.k_rows, tiles.low, tiles.high
+        self._lse_shape = meta.num_tokens, heads
+        self._window = window
+        self._scales = scale, scale * math.log2(math.e)
+        self._programs = {
+            "queries": tiles.queries.shape[0] * heads // self._together,
+            "keys": tiles.keys.shape[0] * kv_heads,
+            "packed": tiles.packed.shape[0] * heads,
+            "packed keys": tiles.packed.shape[0] * kv_heads,
         }
+        self._launches = _Launches(
+            {
+                "GROUP": group,
+                "K_WIDTH": k_width,
+                "V_WIDTH": v_width,
+                "BLOCK_K": _power_of_two(k_width),
+                "BLOCK_V": _power_of_two(v_width),
+                "TOGETHER": self._together,
+                "HEADS": heads,
+                "KV_HEADS": kv_heads,
+            },
+            config,
+        )
+
+    def near_pads(self) -> tuple[None, None]:
+        """It reads real rows alone."""
+        return None, None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        """Returns float32 [N, heads]: log2 of each real token's sum of exponentials."""
+        programs, launch = self._programs, self._launches
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        numbers = self._scales[1], *_strides(q, k, v)
+        if n := programs["queries"]:
+            tensors = q, k, v, out, lse, self.tiles.queries
+            launch("forward_tiles", n, tensors, (*self._window, *numbers))
+        if n := programs["packed"]:
+            launch("forward_packed", n, (q, k, v, out, lse, *self._packed), numbers)
+        return lse
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        saved: Tensor,
+        grad: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Of the queries first: that leaves for the keys what they need."""
+        programs, launch = self._programs, self._launches
+        lse, (dq, dk, dv) = saved, gradients
+        delta = torch.empty_like(lse)
+        numbers = *self._scales, *_strides(q, k, v), grad.stride(0)
+        in_window = *self._window, *numbers
+        if n := programs["queries"]:
+            tensors = q, k, v, out, grad, dq, lse, delta, self.tiles.queries
+            launch("backward_query_tiles", n, tensors, in_window)
+        if n := programs["keys"]:
+            tensors = q, k, v, grad, dk, dv, lse, delta, self.tiles.keys
+            launch("backward_key_tiles", n, tensors, in_window)
+        if n := programs["packed keys"]:
+            tensors = q, k, v, out, grad, dq, dk, dv, lse, *self._packed
+            launch("backward_packed", n, tensors, numbers)
 
     def _in_tokens(self, blocks: Blocks) -> Blocks:
         """A tile of queries holds ``together`` heads of each token."""
         return blocks._replace(
-            queries=blocks.queries // self.together,
-            queries_at_a_time=blocks.queries_at_a_time // self.together,
+            queries=blocks.queries // self._together,
+            queries_at_a_time=blocks.queries_at_a_time // self._together,
         )
 
-    def of_queries(self, kernel: tuple[int, int]) -> dict[str, int]:
-        blocks = self.config.blocks
+
+class _Launches:
+    """Launches of the kernels with what is fixed for a part.
+
+    Triton takes some 40 us to find which compilation the arguments of a launch ask for. They ask
+    for the same as last time if numbers, dtype and alignment are the same, so that it is kept.
+    """
+
+    def __init__(self, sizes: dict[str, int], config: Config) -> None:
+        blocks = config.blocks
         rows = {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys_at_a_time}
-        together = {"HEADS": self.heads, "TOGETHER": self.together}
-        return self.sizes | together | rows | _launch(kernel)
+        columns = {"BLOCK_M": blocks.queries_at_a_time, "BLOCK_N": blocks.keys}
+        packed = {"BLOCK": blocks.packed}
+        self._options = {
+            "forward_tiles": sizes | rows | _launch(config.forward),
+            "forward_packed": sizes | packed | _launch(config.packed_forward),
+            "backward_query_tiles": sizes | rows | _launch(config.backward_queries),
+            "backward_key_tiles": sizes | columns | _launch(config.backward_keys),
+            "backward_packed": sizes | packed | _launch(config.packed_backward),
+        }
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[int, ...]]] = {}
 
-    def of_keys(self, kernel: tuple[int, int]) -> dict[str, int]:
-        blocks = self.config.blocks
-        rows = {"BLOCK_M": blocks.queries_at_a_time, "BLOCK_N": blocks.keys}
-        together = {"KV_HEADS": self.kv_heads, "TOGETHER": self.together}
-        return self.sizes | together | rows | _launch(kernel)
+    def __call__(
+        self, name: str, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...]
+    ) -> None:
+        key = name, tensors[0].dtype, numbers
+        is_aligned = all(x.data_ptr() % 16 == 0 for x in tensors)
+        if is_aligned and (found := self._compiled.get(key)) is not None:
+            compiled, constants = found
+            compiled[(programs, 1, 1)](*tensors, *numbers, *constants)
+            return
 
-    def of_packed(self, kernel: tuple[int, int]) -> dict[str, int]:
-        return self.sizes | {"BLOCK": self.config.blocks.packed} | _launch(kernel)
+        from padded_sp.kernels import attention as kernels
+
+        kernel, options = getattr(kernels, name), self._options[name]
+        names = kernel.arg_names[len(tensors) + len(numbers) :]
+        constants = tuple(options[name] for name in names)
+        launch = {k: v for k, v in options.items() if k in names or k.startswith("num_")}
+        compiled = kernel[(programs,)](*tensors, *numbers, **launch)
+        if is_aligned and compiled is not None:  # the interpreter compiles nothing
+            self._compiled[key] = compiled, constants
 
 
-def _config_of(meta: PaddedSeqMeta, width: int) -> Config:
-    short, long = next(configs for limit, configs in _CONFIGS.items() if width <= limit)
-    return short if typical_length(meta) <= _SHORT else long
+def _config_of(typical: float, width: int) -> Config:
+    configs = next(configs for limit, configs in _CONFIGS.items() if width <= limit)
+    return next(config for limit, config in configs if typical <= limit)
 
 
 def _power_of_two(width: int) -> int:
@@ -188,79 +276,5 @@ def _launch(kernel: tuple[int, int]) -> dict[str, int]:
     return {"num_warps": warps, "num_stages": stages}
 
 
-# --- Launches ------------------------------------------------------------------------------------
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        q, k, v = map(_with_features_adjacent, (q, k, v))
-        ctx.call = _Call(q, k, v, *how)
-        with torch.cuda.device_of(q):
-            out, lse = _forward(ctx.call, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if grad.stride()[1:] != (grad.shape[2], 1):
-            grad = grad.contiguous()
-        with torch.cuda.device_of(grad):
-            return *_backward(ctx.call, *ctx.saved_tensors, grad), None, None, None, None
-
-
-def _with_features_adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The result, and float32 [N, heads]: log2 of each real token's sum of exponentials."""
-    from padded_sp.kernels import attention as kernels
-
-    tiles, config = call.tiles, call.config
-    out = q.new_empty(*q.shape[:2], v.shape[-1])
-    lse = q.new_empty(call.meta.num_tokens, call.heads, dtype=torch.float32)
-    if n := tiles.queries.shape[0]:
-        kernels.forward_tiles[(n * call.heads // call.together,)](
-            q, k, v, out, lse, tiles.queries, *call.window, call.scales[1], *call.strides,
-            **call.of_queries(config.forward),
-        )  # fmt: skip
-    if n := tiles.packed.shape[0]:
-        kernels.forward_packed[(n * call.heads,)](
-            q, k, v, out, lse, *_of_packed(tiles), call.scales[1], *call.strides,
-            HEADS=call.heads, **call.of_packed(config.packed_forward),
-        )  # fmt: skip
-    return zero_rows_(out, call.meta), lse
-
-
-def _backward(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    from padded_sp.kernels import attention as kernels
-
-    tiles, config = call.tiles, call.config
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    delta = torch.empty_like(lse)
-    numbers = *call.scales, *call.strides, grad.stride(0)
-    if n := tiles.queries.shape[0]:  # first: it leaves delta for the keys
-        kernels.backward_query_tiles[(n * call.heads // call.together,)](
-            q, k, v, out, grad, dq, lse, delta, tiles.queries, *call.window, *numbers,
-            **call.of_queries(config.backward_queries),
-        )  # fmt: skip
-    if n := tiles.keys.shape[0]:
-        kernels.backward_key_tiles[(n * call.kv_heads,)](
-            q, k, v, grad, dk, dv, lse, delta, tiles.keys, *call.window, *numbers,
-            **call.of_keys(config.backward_keys),
-        )  # fmt: skip
-    if n := tiles.packed.shape[0]:
-        kernels.backward_packed[(n * call.kv_heads,)](
-            q, k, v, out, grad, dq, dk, dv, lse, *_of_packed(tiles), *numbers,
-            KV_HEADS=call.kv_heads, **call.of_packed(config.packed_backward),
-        )  # fmt: skip
-    return zero_rows_(dq, call.meta), zero_rows_(dk, call.kv_meta), zero_rows_(dv, call.kv_meta)
-
-
-def _of_packed(tiles: Tiles) -> tuple[Tensor, ...]:
-    return tiles.packed, tiles.q_rows, tiles.k_rows, tiles.low, tiles.high
+def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    return tuple(x.stride(dim) for x in (q, k, v) for dim in (0, 1))

@@ -18,16 +18,27 @@ import triton.language as tl
 
 @triton.jit
 def _load(base, places, columns, inside, WIDTH: tl.constexpr):
-    """Of each place WIDTH elements; zeros where it is not ``inside``."""
-    mask = inside[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(base + places[:, None] + columns[None, :], mask=mask, other=0.0)
+    """Of each place WIDTH elements; zeros where it is not ``inside``, if that is not None."""
+    at = base + places[:, None] + columns[None, :]
+    if columns.shape[0] > WIDTH:
+        mask = (columns < WIDTH)[None, :]
+        if inside is not None:
+            mask = mask & inside[:, None]
+        x = tl.load(at, mask=mask, other=0.0)
+    elif inside is not None:
+        x = tl.load(at, mask=inside[:, None], other=0.0)
+    else:
+        x = tl.load(at)
+    return x
 
 
 @triton.jit
 def _store(base, values, places, columns, inside, WIDTH: tl.constexpr):
-    mask = inside[:, None] & (columns < WIDTH)[None, :]
-    values = values.to(base.dtype.element_ty)
-    tl.store(base + places[:, None] + columns[None, :], values, mask=mask)
+    mask = inside[:, None]
+    if columns.shape[0] > WIDTH:
+        mask = mask & (columns < WIDTH)[None, :]
+    at = base + places[:, None] + columns[None, :]
+    tl.store(at, values.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -37,42 +48,60 @@ def _is_visible(distance, left, right):
     return visible & ((left < 0) | (distance >= -left))
 
 
-@triton.jit
-def _tokens_and_heads(first, head, BLOCK: tl.constexpr, TOGETHER: tl.constexpr):
-    """BLOCK queries: tokens from ``first`` on, TOGETHER heads from ``head`` on of each. The heads
-    that share keys and values meet them in one product."""
-    m = tl.arange(0, BLOCK)
-    return first + m // TOGETHER, head + m % TOGETHER
-
-
 # --- tiles of one sequence -----------------------------------------------------------------------
+
+# Places are counted from the first row of a tile, so that they are small numbers. Those behind its
+# last row repeat that row, which is as finite as the sequence is: loads need no mask.
+
+
+@triton.jit
+def _queries_of_tile(count, BLOCK: tl.constexpr, TOGETHER: tl.constexpr):
+    """BLOCK queries: tokens from 0 on, TOGETHER heads from 0 on of each. The heads that share keys
+    and values meet them in one product."""
+    m = tl.arange(0, BLOCK)
+    return tl.minimum(m // TOGETHER, count - 1), m % TOGETHER, m // TOGETHER < count
+
+
+@triton.jit
+def _keys_of_tile(count, BLOCK: tl.constexpr):
+    n = tl.arange(0, BLOCK)
+    return tl.minimum(n, count - 1), n < count
+
+
+@triton.jit
+def _row(base, number, stride):
+    return base + number.to(tl.int64) * stride
 
 
 @triton.jit
 def _attend(
-    q, k_head, v_head, acc, total, largest, begin, end, k_end, k_shift, k_stride, v_stride,
+    q, k_head, v_head, acc, total, largest, begin, end, k_shift, k_stride, v_stride,
     query_place, left, right, scale_log2, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One more stretch of keys, [begin, end), for a tile of queries."""
+    """One more stretch of keys, [begin, end), for a tile of queries. ``largest`` is without the
+    scale. Where it is not MASKED the stretch is whole blocks."""
     k_columns, v_columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    keys = tl.arange(0, BLOCK_N)
     for first in tl.range(begin, end, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
-        inside = (keys < k_end) if MASKED else (keys >= 0)
-        rows = (keys + k_shift).to(tl.int64)
-        k = _load(k_head, rows * k_stride, k_columns, inside, K_WIDTH)
-        scores = tl.dot(q, tl.trans(k)) * scale_log2
         if MASKED:
-            distance = keys[None, :] - query_place[:, None]
+            keys, inside = _keys_of_tile(end - first, BLOCK_N)
+        row = first + k_shift
+        k = _load(_row(k_head, row, k_stride), keys * k_stride, k_columns, None, K_WIDTH)
+        scores = tl.dot(q, tl.trans(k))
+        if MASKED:
+            distance = (first + keys)[None, :] - query_place[:, None]
             visible = _is_visible(distance, left, right) & inside[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         now_largest = tl.maximum(largest, tl.max(scores, 1))
         # A query that has seen no key yet: any finite reference will do.
-        reference = tl.where(now_largest == float("-inf"), 0.0, now_largest)
-        p = tl.exp2(scores - reference[:, None])
-        shrink = tl.exp2(largest - reference)
+        reference = now_largest
+        if MASKED:
+            reference = tl.where(now_largest == float("-inf"), 0.0, now_largest)
+        p = tl.exp2(scores * scale_log2 - (reference * scale_log2)[:, None])
+        shrink = tl.exp2((largest - reference) * scale_log2)
         total = total * shrink + tl.sum(p, 1)
-        v = _load(v_head, rows * v_stride, v_columns, inside, V_WIDTH)
+        v = _load(_row(v_head, row, v_stride), keys * v_stride, v_columns, None, V_WIDTH)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         largest = now_largest
     return acc, total, largest
@@ -94,50 +123,52 @@ def forward_tiles(
     begin, full_end, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     q_shift, k_shift, offset = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
 
-    tokens, heads = _tokens_and_heads(first, head, BLOCK_M, TOGETHER)
-    inside, rows = tokens < first + count, (tokens + q_shift).to(tl.int64)
+    tokens, heads, inside = _queries_of_tile(count, BLOCK_M, TOGETHER)
     columns, v_columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    queries = _load(q, rows * q_stride + heads * q_head_stride, columns, inside, K_WIDTH)
+    q_tile = _row(q, first + q_shift, q_stride) + head * q_head_stride
+    queries = _load(q_tile, tokens * q_stride + heads * q_head_stride, columns, None, K_WIDTH)
     k_head = k + (head // GROUP) * k_head_stride
     v_head = v + (head // GROUP) * v_head_stride
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    place = tokens + offset
+    place = first + tokens + offset
     acc, total, largest = _attend(
-        queries, k_head, v_head, acc, total, largest, begin, full_end, end, k_shift, k_stride,
-        v_stride, place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V,
-        False,
+        queries, k_head, v_head, acc, total, largest, begin, full_end, k_shift, k_stride, v_stride,
+        place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V, False,
     )  # fmt: skip
     acc, total, largest = _attend(
-        queries, k_head, v_head, acc, total, largest, full_end, end, end, k_shift, k_stride,
-        v_stride, place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V,
-        True,
+        queries, k_head, v_head, acc, total, largest, full_end, end, k_shift, k_stride, v_stride,
+        place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V, True,
     )  # fmt: skip
     saw = total > 0
     acc = acc / tl.where(saw, total, 1.0)[:, None]
-    _store(out, acc, (rows * HEADS + heads) * V_WIDTH, v_columns, inside, V_WIDTH)
-    log = tl.where(saw, largest + tl.log2(tl.where(saw, total, 1.0)), float("-inf"))
-    tl.store(lse + tokens * HEADS + heads, log, mask=inside)
+    places = tokens * HEADS + heads
+    out_tile = _row(out, first + q_shift, HEADS * V_WIDTH) + head * V_WIDTH
+    _store(out_tile, acc, places * V_WIDTH, v_columns, inside, V_WIDTH)
+    log = largest * scale_log2 + tl.log2(tl.where(saw, total, 1.0))
+    log = tl.where(saw, log, float("-inf"))
+    tl.store(lse + first * HEADS + head + places, log, mask=inside)
 
 
 @triton.jit
 def _add_dq(
-    q, do, lse, delta, k_head, v_head, dq, begin, end, k_end, k_shift, k_stride, v_stride,
+    q, do, lse, delta, k_head, v_head, dq, begin, end, k_shift, k_stride, v_stride,
     query_place, left, right, scale_log2, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What the keys [begin, end) add to dQ of a tile of queries, without the scale."""
     k_columns, v_columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    keys = tl.arange(0, BLOCK_N)
     for first in tl.range(begin, end, BLOCK_N):
-        keys = first + tl.arange(0, BLOCK_N)
-        inside = (keys < k_end) if MASKED else (keys >= 0)
-        rows = (keys + k_shift).to(tl.int64)
-        k = _load(k_head, rows * k_stride, k_columns, inside, K_WIDTH)
-        v = _load(v_head, rows * v_stride, v_columns, inside, V_WIDTH)
+        if MASKED:
+            keys, inside = _keys_of_tile(end - first, BLOCK_N)
+        row = first + k_shift
+        k = _load(_row(k_head, row, k_stride), keys * k_stride, k_columns, None, K_WIDTH)
+        v = _load(_row(v_head, row, v_stride), keys * v_stride, v_columns, None, V_WIDTH)
         log_p = tl.dot(q, tl.trans(k)) * scale_log2 - lse[:, None]
         if MASKED:
-            distance = keys[None, :] - query_place[:, None]
+            distance = (first + keys)[None, :] - query_place[:, None]
             visible = _is_visible(distance, left, right) & inside[None, :]
             log_p = tl.where(visible, log_p, float("-inf"))
         ds = tl.exp2(log_p) * (tl.dot(do, tl.trans(v)) - delta[:, None])
@@ -161,37 +192,41 @@ def backward_query_tiles(
     begin, full_end, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     q_shift, k_shift, offset = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
 
-    tokens, heads = _tokens_and_heads(first, head, BLOCK_M, TOGETHER)
-    inside, rows = tokens < first + count, (tokens + q_shift).to(tl.int64)
+    tokens, heads, inside = _queries_of_tile(count, BLOCK_M, TOGETHER)
     columns, v_columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    o = _load(out, (rows * HEADS + heads) * V_WIDTH, v_columns, inside, V_WIDTH)
-    grad = _load(do, rows * do_stride + heads * V_WIDTH, v_columns, inside, V_WIDTH)
+    row, places = first + q_shift, tokens * HEADS + heads
+    q_tile = _row(q, row, q_stride) + head * q_head_stride
+    out_tile = _row(out, row, HEADS * V_WIDTH) + head * V_WIDTH
+    do_tile = _row(do, row, do_stride) + head * V_WIDTH
+    per_token = first * HEADS + head + places
+    # All loads before the first store, which nothing could be moved across.
+    queries = _load(q_tile, tokens * q_stride + heads * q_head_stride, columns, None, K_WIDTH)
+    o = _load(out_tile, places * V_WIDTH, v_columns, None, V_WIDTH)
+    grad = _load(do_tile, tokens * do_stride + heads * V_WIDTH, v_columns, None, V_WIDTH)
+    log = tl.load(lse + per_token)
     dot = tl.sum(o.to(tl.float32) * grad.to(tl.float32), 1)
-    tl.store(delta + tokens * HEADS + heads, dot, mask=inside)
-    queries = _load(q, rows * q_stride + heads * q_head_stride, columns, inside, K_WIDTH)
-    log = tl.load(lse + tokens * HEADS + heads, mask=inside, other=0.0)
     k_head = k + (head // GROUP) * k_head_stride
     v_head = v + (head // GROUP) * v_head_stride
-    place = tokens + offset
+    place = first + tokens + offset
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     acc = _add_dq(
-        queries, grad, log, dot, k_head, v_head, acc, begin, full_end, end, k_shift, k_stride,
-        v_stride, place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V,
-        False,
+        queries, grad, log, dot, k_head, v_head, acc, begin, full_end, k_shift, k_stride, v_stride,
+        place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V, False,
     )  # fmt: skip
     acc = _add_dq(
-        queries, grad, log, dot, k_head, v_head, acc, full_end, end, end, k_shift, k_stride,
-        v_stride, place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V,
-        True,
+        queries, grad, log, dot, k_head, v_head, acc, full_end, end, k_shift, k_stride, v_stride,
+        place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V, True,
     )  # fmt: skip
-    _store(dq, acc * scale, (rows * HEADS + heads) * K_WIDTH, columns, inside, K_WIDTH)
+    tl.store(delta + per_token, dot, mask=inside)
+    dq_tile = _row(dq, row, HEADS * K_WIDTH) + head * K_WIDTH
+    _store(dq_tile, acc * scale, places * K_WIDTH, columns, inside, K_WIDTH)
 
 
 @triton.jit
 def _add_dk_dv(
-    k, v, dk, dv, q, do, lse, delta, head, begin, end, q_end, q_shift, q_stride, q_head_stride,
-    do_stride, key_place, left, right, scale_log2, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    HEADS: tl.constexpr, TOGETHER: tl.constexpr,
+    k, v, dk, dv, q_heads, do_heads, lse, delta, begin, end, q_end, q_shift, q_stride,
+    q_head_stride, do_stride, key_place, left, right, scale_log2,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What the queries [begin, end) of some heads add to a tile of keys, without the scale.
@@ -200,15 +235,18 @@ def _add_dk_dv(
     """
     columns, v_columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     for first in tl.range(begin, end, BLOCK_M // TOGETHER):
-        tokens, heads = _tokens_and_heads(first, head, BLOCK_M, TOGETHER)
-        inside, rows = tokens < q_end, (tokens + q_shift).to(tl.int64)
-        queries = _load(q, rows * q_stride + heads * q_head_stride, columns, inside, K_WIDTH)
-        grad = _load(do, rows * do_stride + heads * V_WIDTH, v_columns, inside, V_WIDTH)
-        log = tl.load(lse + tokens * HEADS + heads, mask=inside, other=0.0)
-        dot = tl.load(delta + tokens * HEADS + heads, mask=inside, other=0.0)
+        tokens, heads, inside = _queries_of_tile(q_end - first, BLOCK_M, TOGETHER)
+        row = first + q_shift
+        q_tile, do_tile = _row(q_heads, row, q_stride), _row(do_heads, row, do_stride)
+        queries = _load(q_tile, tokens * q_stride + heads * q_head_stride, columns, None, K_WIDTH)
+        grad = _load(do_tile, tokens * do_stride + heads * V_WIDTH, v_columns, None, V_WIDTH)
+        # Those behind the last one: a probability of 0.
+        per_token = (first + tokens) * HEADS + heads
+        log = tl.load(lse + per_token, mask=inside, other=float("inf"))
+        dot = tl.load(delta + per_token)
         log_p = tl.dot(k, tl.trans(queries)) * scale_log2 - log[None, :]
         if MASKED:
-            distance = key_place[:, None] - tokens[None, :]
+            distance = key_place[:, None] - (first + tokens)[None, :]
             visible = _is_visible(distance, left, right) & inside[None, :]
             log_p = tl.where(visible, log_p, float("-inf"))
         p = tl.exp2(log_p)
@@ -233,29 +271,36 @@ def backward_key_tiles(
     begin, masked_end, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     q_shift, k_shift, offset = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
 
-    n = tl.arange(0, BLOCK_N)
-    inside, rows = n < count, (first + n + k_shift).to(tl.int64)
+    n, inside = _keys_of_tile(count, BLOCK_N)
+    row = first + k_shift
     columns, v_columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    keys = _load(k + kv_head * k_head_stride, rows * k_stride, columns, inside, K_WIDTH)
-    values = _load(v + kv_head * v_head_stride, rows * v_stride, v_columns, inside, V_WIDTH)
+    k_tile = _row(k, row, k_stride) + kv_head * k_head_stride
+    v_tile = _row(v, row, v_stride) + kv_head * v_head_stride
+    keys = _load(k_tile, n * k_stride, columns, None, K_WIDTH)
+    values = _load(v_tile, n * v_stride, v_columns, None, V_WIDTH)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     place = first + n - offset
     for member in range(0, GROUP, TOGETHER):
         head = kv_head * GROUP + member
+        q_heads, do_heads = q + head * q_head_stride, do + head * V_WIDTH
         dk_acc, dv_acc = _add_dk_dv(
-            keys, values, dk_acc, dv_acc, q, do, lse, delta, head, begin, masked_end, end, q_shift,
-            q_stride, q_head_stride, do_stride, place, left, right, scale_log2, K_WIDTH, V_WIDTH,
-            KV_HEADS * GROUP, TOGETHER, BLOCK_M, BLOCK_K, BLOCK_V, True,
+            keys, values, dk_acc, dv_acc, q_heads, do_heads, lse + head, delta + head, begin,
+            masked_end, end, q_shift, q_stride, q_head_stride, do_stride, place, left, right,
+            scale_log2, K_WIDTH, V_WIDTH, KV_HEADS * GROUP, TOGETHER, BLOCK_M, BLOCK_K, BLOCK_V,
+            True,
         )  # fmt: skip
         dk_acc, dv_acc = _add_dk_dv(
-            keys, values, dk_acc, dv_acc, q, do, lse, delta, head, masked_end, end, end, q_shift,
-            q_stride, q_head_stride, do_stride, place, left, right, scale_log2, K_WIDTH, V_WIDTH,
-            KV_HEADS * GROUP, TOGETHER, BLOCK_M, BLOCK_K, BLOCK_V, False,
+            keys, values, dk_acc, dv_acc, q_heads, do_heads, lse + head, delta + head, masked_end,
+            end, end, q_shift, q_stride, q_head_stride, do_stride, place, left, right,
+            scale_log2, K_WIDTH, V_WIDTH, KV_HEADS * GROUP, TOGETHER, BLOCK_M, BLOCK_K, BLOCK_V,
+            False,
         )  # fmt: skip
-    places = rows * KV_HEADS + kv_head
-    _store(dk, dk_acc * scale, places * K_WIDTH, columns, inside, K_WIDTH)
-    _store(dv, dv_acc, places * V_WIDTH, v_columns, inside, V_WIDTH)
+    places = n * KV_HEADS
+    dk_tile = _row(dk, row, KV_HEADS * K_WIDTH) + kv_head * K_WIDTH
+    dv_tile = _row(dv, row, KV_HEADS * V_WIDTH) + kv_head * V_WIDTH
+    _store(dk_tile, dk_acc * scale, places * K_WIDTH, columns, inside, K_WIDTH)
+    _store(dv_tile, dv_acc, places * V_WIDTH, v_columns, inside, V_WIDTH)
 
 
 # --- tiles of several whole sequences ------------------------------------------------------------

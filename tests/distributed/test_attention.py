@@ -494,7 +494,7 @@ def test_full_name_of_the_causal_mask():
         ({"window": (3, 5)}, r"window=\(3, 5\) would see .*'causal' hides: give \(3, 0\)"),
         ({"window": (3, 5), "mask": "causal_bottom_right"}, "behind the query"),
         ({"dropout": 1.0}, "below 1, got 1.0"),
-        ({"backend": "flash9"}, r"no backend 'flash9'; choose one of \['flash4', 'te', "),
+        ({"backend": "flash9"}, r"no backend 'flash9'; choose one of \['flash4', 'mixed', "),
         ({"softmax_type": "learnable"}, "attention sinks, which .* does not support"),
         ({"sinks": torch.ones(32)}, "attention sinks"),
         ({"softcap": 30.0}, "a soft cap"),
