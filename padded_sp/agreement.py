@@ -54,7 +54,7 @@ def raise_where_different(facts_of_ranks: Sequence[dict[str, Any]]) -> None:
             sequence, values = next((i, c) for i, c in enumerate(columns) if len(set(c)) > 1)
             where = f"{field}[{sequence}] (sequence {sequence})"
         raise ValueError(
-            f"the ranks' metas disagree: {where} is {_by_value(values)}. Every rank of a tensor "
+            f"the ranks' metas disagree: {where} is {by_value(values)}. Every rank of a tensor "
             f"parallel group works on the same batch: build its meta from the same lengths and "
             f"the same AlignPolicy, or broadcast the lengths from one rank"
         )
@@ -70,7 +70,7 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def _by_value(values: Sequence[Any]) -> str:
+def by_value(values: Sequence[Any]) -> str:
     holders: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(value, []).append(rank)

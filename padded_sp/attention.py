@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from padded_sp import backends, boundaries
-from padded_sp.attention_choice import AttentionChoice
+from padded_sp.attention_choice import AttentionChoice, Kind
 from padded_sp.backends.attend import attend
 from padded_sp.collectives import group_size
 from padded_sp.context import resolve_meta
@@ -54,13 +54,15 @@ class DotProductAttention(SharesGroup):
         get_rng_state_tracker: returns a tracker of RNG states; dropout draws under its ``fork()``,
             so that ranks drop differently. None: the default generator.
         backend: a key of ``padded_sp.backends.ATTENTION``. "torch": FlashAttention on GPUs in half
-            precision, else scaled_dot_product_attention of one sequence after another. "te":
-            Transformer Engine's, on GPUs in half precision, head sizes that are multiples of 8.
+            precision, else scaled_dot_product_attention of one sequence after another. The others
+            run on GPUs in half precision. "te": Transformer Engine's, head sizes that are multiples
+            of 8. "flash4": FlashAttention-4. "triton": our own kernels, for short sequences.
+            "mixed": short sequences by "triton", long ones by "flash4".
             A tuple of keys allows several, by preference: each call goes to the first that takes it
             and whose numbers are right. "auto": those of ``padded_sp.backends.AUTO`` that are
-            installed, on every rank the same.
+            installed. Ranks that have not the same ones raise.
         inplace: may write zeros into the pad rows of q, k and v.
-        verify: prove backend "te" on this machine before its first use; see :meth:`prepare`.
+        verify: prove each backend but "torch" before its first use; see :meth:`prepare`.
 
     Raises:
         ValueError: head counts that the ranks or the KV heads do not divide; a mask, window,
@@ -149,21 +151,27 @@ class DotProductAttention(SharesGroup):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         *,
-        pads: bool = True,
+        pads: bool | None = None,
+        other_keys: bool = False,
     ) -> None:
         """Proves on this machine that the backend computes this layer right, outside any step.
 
-        Compares outputs and gradients with float64 for this layer's heads, mask and window, with
-        and without ``pads``, once per process. With backend "te" the first forward calls it if
-        nobody did. Of several allowed backends each that takes such tensors is proved, and those
-        that are wrong are passed over from then on, which is logged. Leaves random states and
-        Transformer Engine's state as they were. Every rank of ``tp_group`` calls it: they agree on
-        the verdict over the host, in a few hundred bytes. Waits for the device.
+        Compares outputs and gradients with float64 for this layer's heads, mask and window, once
+        per process: with pads and without (``pads=None``) or one of both, with keys of the same
+        lengths or with a ``kv_meta`` of their own, under deterministic algorithms if they are on.
+        The first forward of each such kind does it if nobody did; backend "torch" needs no proof.
+        Of several allowed backends each that takes such tensors is proved, and those that are wrong
+        are passed over from then on, which is logged. Leaves random states and Transformer Engine's
+        state as they were. Every rank of ``tp_group`` calls it: they agree on the verdict over the
+        host, in a few hundred bytes. Waits for the device.
 
         Raises: ValueError: the numbers of the backend, or of all, are wrong, with the figures;
-            under graph capture.
+            under graph capture; ranks that allow different backends.
         """
-        self._choice.prepare(dtype, device, pads, self.tp_group, self.verify)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        for with_pads in (True, False) if pads is None else (pads,):
+            kind = Kind(dtype, with_pads, other_keys, deterministic)
+            self._choice.prepare(kind, device, self.tp_group, self.verify)
 
     def forward(
         self,
@@ -201,6 +209,15 @@ class DotProductAttention(SharesGroup):
             q, k, v = map(to_autocast_dtype, (q, k, v))
         self._check(q, k, v, meta, kv_meta)
         _refuse_fp8_attention()
+        if torch.compiler.is_compiling() and self._choice.breaks_graphs:
+            from padded_sp.backends.outside_of_graphs import eagerly
+
+            return eagerly(self._attend, q, k, v, meta, kv_meta)
+        return self._attend(q, k, v, meta, kv_meta)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, meta: PaddedSeqMeta, kv_meta: PaddedSeqMeta
+    ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         backend = self._choice.backend_for(
             q, k, v, meta, kv_meta, dropout, self.tp_group, self.verify

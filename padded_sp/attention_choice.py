@@ -7,6 +7,7 @@ verdict is that of the whole group. So its ranks need the same backends installe
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 from padded_sp import backends, compare, verify
 from padded_sp.masks import mask_name
 from padded_sp.meta import PaddedSeqMeta
-from padded_sp.verdict import demand, judge
+from padded_sp.verdict import demand, judge, same_on_ranks
 
 if TYPE_CHECKING:
     from padded_sp.collectives import ProcessGroup
@@ -37,6 +38,15 @@ class Backend(NamedTuple):
     is_slow_for: Callable[..., bool]
 
 
+class Kind(NamedTuple):
+    """Of calls of one layer: what a proof tells of one kind it does not tell of another."""
+
+    dtype: torch.dtype
+    pads: bool
+    other_keys: bool
+    deterministic: bool
+
+
 class AttentionChoice:
     """The backends that one layer allows, and what was found of them on this machine.
 
@@ -52,12 +62,32 @@ class AttentionChoice:
     def __init__(self, backend: str | Sequence[str], **layer: Any) -> None:
         self._allowed = tuple(_loaded(name) for name in _names(backend))
         self._only = self._allowed[0] if len(self._allowed) == 1 else None
+        self._asked, self._list = backend, ", ".join(self.names)
         self._is_auto = backend == "auto"
         plain = [one for one in self._allowed if not one.needs_proof]
-        self._traced = [*self._allowed, *plain][-1]
+        self._traced = plain[-1] if plain else None
         self._layer = layer
-        # (backend, dtype, pads) -> what its proof found wrong; empty where it passed.
-        self._proved: dict[tuple[str, torch.dtype, bool], str] = {}
+        # (backend, kind) -> what its proof found wrong; empty where it passed.
+        self._proved: dict[tuple[str, Kind], str] = {}
+
+    def __copy__(self) -> AttentionChoice:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionChoice:
+        twin = copy.copy(self)
+        twin._proved = dict(self._proved)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Not what was proved, which may be read on another machine."""
+        return vars(self) | {"_proved": {}}
+
+    @property
+    def breaks_graphs(self) -> bool:
+        """Whether compiled code leaves its graph to choose: all of several need a proof."""
+        return self._only is None and self._traced is None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,31 +108,35 @@ class AttentionChoice:
         """What computes this call. One that needs a proof and has none is proved first.
 
         One that stands alone says by itself what it does not take. ``torch.compile`` can trace no
-        proof: of several it gets one that needs none, if there is one, else the last.
+        choice: of several it gets one that needs no proof; see ``breaks_graphs``.
 
         Raises: ValueError: wrong numbers of the only one; none is left, with the reason against
-            each; a proof under graph capture.
+            each; a proof under graph capture; ranks that allow different backends.
         """
-        if (only := self._only) is not None:
-            if only.needs_proof:
-                pads = meta.has_padding or kv_meta.has_padding
-                if (only.name, q.dtype, pads) not in self._proved:
-                    self._prove(only, q.dtype, q.device, pads, tp_group, verified)
+        only, compiling = self._only, torch.compiler.is_compiling()
+        if only is not None and not only.needs_proof:
             return only
-        if torch.compiler.is_compiling():
+        if only is None and compiling and self._traced is not None:
             return self._traced
-
         pads = meta.has_padding or kv_meta.has_padding
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        kind = Kind(q.dtype, pads, kv_meta is not meta, deterministic)
+        if only is not None:
+            if (only.name, kind) not in self._proved:
+                self._prove(only, kind, q.device, tp_group, verified)
+            return only
+
+        same_on_ranks(f"backends of attention that {self._asked!r} allows", self._list, tp_group)
         against, window = {}, self._layer["window"]
         for backend in self._by_preference(q, v, meta):
             reason = backend.reason_against(q, k, v, meta, kv_meta, window=window, dropout=dropout)
             if not reason:
-                reason = self._proved.get((backend.name, q.dtype, pads))
+                reason = self._proved.get((backend.name, kind))
                 if reason is None and backend.needs_proof:
-                    reason = self._prove(backend, q.dtype, q.device, pads, tp_group, verified)
+                    reason = self._prove(backend, kind, q.device, tp_group, verified)
             if not reason:
                 if _log.isEnabledFor(logging.DEBUG):
-                    self._log_choice(backend, q.dtype, pads, against)
+                    self._log_choice(backend, kind, against)
                 return backend
             against[backend.name] = reason
         raise _none_is_left(against)
@@ -119,73 +153,77 @@ class AttentionChoice:
 
     def prepare(
         self,
-        dtype: torch.dtype,
+        kind: Kind,
         device: torch.device | str | None,
-        pads: bool,
         tp_group: ProcessGroup | None,
         verified: bool,
     ) -> None:
         """Proves each allowed backend that takes such tensors, so that no call has to.
 
-        Raises: ValueError: wrong numbers of the only one, or of all; under graph capture.
+        Raises: ValueError: wrong numbers of the only one, or of all; under graph capture; ranks
+            that allow different backends.
         """
         device = compare.device_of(device)
+        if self._only is None:
+            what = f"backends of attention that {self._asked!r} allows"
+            same_on_ranks(what, self._list, tp_group)
         against = {}
         for backend in self._allowed:
-            reason = self._reason_at_all(backend, dtype, device, pads)
-            reason = reason or self._prove(backend, dtype, device, pads, tp_group, verified)
+            reason = self._reason_at_all(backend, kind, device)
+            reason = reason or self._prove(backend, kind, device, tp_group, verified)
             if reason:
                 against[backend.name] = reason
         if len(against) == len(self._allowed):
             raise _none_is_left(against)
 
-    def _reason_at_all(
-        self, backend: Backend, dtype: torch.dtype, device: torch.device, pads: bool
-    ) -> str:
+    def _reason_at_all(self, backend: Backend, kind: Kind, device: torch.device) -> str:
         """Against the least call of this layer; of one that stands alone its proof will tell."""
         if self._only is not None:
             return ""
         layer = self._layer
-        meta = PaddedSeqMeta.from_seq_lens([1 if pads else 2], padded_lens=[2])
+        meta = PaddedSeqMeta.from_seq_lens([1 if kind.pads else 2], padded_lens=[2])
+        keys = PaddedSeqMeta.from_seq_lens([2], padded_lens=[2]) if kind.other_keys else meta
         q, k, v = (
-            torch.empty(2, layer[heads], layer[size], dtype=dtype, device=device)
+            torch.empty(2, layer[heads], layer[size], dtype=kind.dtype, device=device)
             for heads, size in (
                 ("num_heads", "head_dim"),
                 ("num_kv_heads", "head_dim"),
                 ("num_kv_heads", "v_head_dim"),
             )
         )
-        return backend.reason_against(q, k, v, meta, meta, window=layer["window"], dropout=0.0)
+        return backend.reason_against(q, k, v, meta, keys, window=layer["window"], dropout=0.0)
 
     def _prove(
         self,
         backend: Backend,
-        dtype: torch.dtype,
+        kind: Kind,
         device: torch.device,
-        pads: bool,
         tp_group: ProcessGroup | None,
         verified: bool,
     ) -> str:
         """What is wrong with it, which is kept; empty where nothing is. The only one raises."""
         problem = ""
-        if verified and verify.is_enabled():
+        if verified and verify.is_enabled(tp_group):
             asked = verify.verify_attention, backend.name, tp_group
-            combination = self._layer | {"dtype": dtype, "pads": pads, "device": device}
+            combination = self._layer | {
+                "dtype": kind.dtype,
+                "pads": kind.pads,
+                "other_keys": kind.other_keys,
+                "device": device,
+            }
             if self._only is not None:
                 demand(*asked, **combination)
             elif not (verdict := judge(*asked, **combination)).passed:
                 problem = verdict.problem
                 _log_once(logging.WARNING, f"backend {backend.name!r} is passed over: it {problem}")
-        self._proved[backend.name, dtype, pads] = problem
+        self._proved[backend.name, kind] = problem
         return problem
 
-    def _log_choice(
-        self, chosen: Backend, dtype: torch.dtype, pads: bool, against: dict[str, str]
-    ) -> None:
+    def _log_choice(self, chosen: Backend, kind: Kind, against: dict[str, str]) -> None:
         layer = self._layer
         heads = f"{layer['num_heads']} heads of {layer['head_dim']}/{layer['v_head_dim']}, "
         heads += f"{layer['num_kv_heads']} KV heads, {mask_name(*layer['window'])}"
-        rows = f"{compare.name_of(dtype)}, {'pads' if pads else 'no pads'}"
+        rows = f"{compare.name_of(kind.dtype)}, {'pads' if kind.pads else 'no pads'}"
         why = "".join(f"; not {name!r}: {reason}" for name, reason in against.items())
         _log_once(logging.DEBUG, f"attention, {heads}, {rows}: backend {chosen.name!r}", why)
 

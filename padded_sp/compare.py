@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from itertools import accumulate
@@ -102,18 +102,24 @@ def name_of(dtype: torch.dtype) -> str:
 
 def judged(
     subject: str,
-    check: Callable[[], dict[str, Compared]],
+    checks: Sequence[Callable[[], dict[str, Compared]]],
     limits: dict[str, float],
     device: torch.device,
 ) -> Verdict:
-    """Runs a check apart from whatever surrounds the call; what it raises is a verdict too."""
+    """Runs checks apart from whatever surrounds the call; the worst figure of each name counts.
+
+    What they raise is a verdict too, but for a lack of memory, which says nothing of the numbers.
+    """
     limits = limits | {"pads": 0.0}
     with _undisturbed(device):
         try:
-            figures = _figures(check())
+            found = [_figures(check()) for check in checks]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             line = str(error).partition("\n")[0]
             return Verdict(subject, False, {}, limits, f"{type(error).__name__}: {line}")
+    figures = {name: max(one[name] for one in found) for name in found[0]}
     passed = all(x <= limits[name] for name, x in figures.items())
     return Verdict(subject, passed, figures, limits)
 

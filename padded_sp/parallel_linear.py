@@ -37,7 +37,7 @@ class ParallelLinear(LinearParameters):
         """
         dtype = self.get_parameter(self._weight_names[0]).dtype if dtype is None else dtype
         recipe = self._recipe()
-        if verify.is_enabled() and self.verify:
+        if self.verify and verify.is_enabled(self.tp_group):
             demand(
                 verify.verify_linear,
                 self.backend,

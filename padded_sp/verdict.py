@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from padded_sp.agreement import ranks_phrase
+from padded_sp.agreement import by_value, ranks_phrase
 from padded_sp.collectives import exchange_on_host, group_size
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Verdict:
     @property
     def problem(self) -> str:
         """What is to be said of a backend that failed."""
-        what = "is wrong on this machine" if self.figures else "does not run here"
+        what = "is wrong on this machine" if self.too_large else "does not run here"
         return f"{what}: {self}"
 
     def __str__(self) -> str:
@@ -110,9 +110,38 @@ def agreed(check: Callable[[], Verdict], key: Hashable, tp_group: ProcessGroup |
     return mine
 
 
-def is_enabled() -> bool:
-    """Whether layers check their backends: not with ``PADDED_SP_VERIFY=0`` in the environment."""
-    return os.environ.get("PADDED_SP_VERIFY", "1") != "0"
+def is_enabled(tp_group: ProcessGroup | None = None) -> bool:
+    """Whether layers check their backends: not with ``PADDED_SP_VERIFY=0`` in the environment.
+
+    Raises: ValueError: the ranks of ``tp_group`` differ in that: some would wait for the others.
+    """
+    enabled = os.environ.get("PADDED_SP_VERIFY", "1") != "0"
+    same_on_ranks("PADDED_SP_VERIFY", "1" if enabled else "0", tp_group)
+    return enabled
+
+
+# What the ranks of a group were found to have in common.
+_common: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
+def same_on_ranks(what: str, mine: str, tp_group: ProcessGroup | None) -> None:
+    """Raises ValueError on every rank unless ``mine`` is the same on all of ``tp_group``.
+
+    For what ranks go by when they decide whether to wait for each other. Compared once per group
+    and ``what``, over the host; every rank calls it, in the same order.
+    """
+    if tp_group is None or group_size(tp_group) == 1:
+        return
+    known = _common.setdefault(tp_group, set())
+    if what in known:
+        return
+    values = exchange_on_host("verify", mine, tp_group)
+    if len(set(values)) > 1:
+        raise ValueError(
+            f"the ranks differ in {what}: {by_value(values)}. Give every rank of a group the same "
+            "environment"
+        )
+    known.add(what)
 
 
 def judge(
@@ -122,7 +151,9 @@ def judge(
     **combination: Any,
 ) -> Verdict:
     """``check(backend, **combination)``, :func:`agreed` by the ranks. Raises: as that does."""
-    key = (check.__name__, backend, *map(str, combination.values()))
+    # Backends have other kernels for deterministic algorithms.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (check.__name__, backend, deterministic, *map(str, combination.values()))
     return agreed(lambda: check(backend, **combination), key, tp_group)
 
 

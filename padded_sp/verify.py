@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -36,6 +37,8 @@ __all__ = ["Verdict", "agreed", "is_enabled", "verify_attention", "verify_linear
 
 # Real and padded lengths. A few rows in many, several tiles of any kernel, tails of all kinds.
 _ATTENTION_LENGTHS = (3, 150, 700, 333, 100), (64, 160, 704, 336, 112)
+# Of the keys, where they are not those of the queries: none sees no key, whatever the mask.
+_KEY_LENGTHS = (40, 170, 700, 500, 101), (48, 176, 704, 512, 112)
 _LINEAR_LENGTHS = (101, 3, 90), (112, 48, 96)
 _IN_FEATURES, _OUT_FEATURES = 256, 384
 
@@ -61,6 +64,7 @@ _FP8_ERRORS = {
 _FP8_MARGIN = 2
 
 _Call = Callable[[Tensor, PaddedSeqMeta], Tensor]
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # real and padded
 
 
 def verify_attention(
@@ -74,20 +78,23 @@ def verify_attention(
     softmax_scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
     pads: bool = True,
+    other_keys: bool = False,
     device: torch.device | str | None = None,
 ) -> Verdict:
     """Compares a backend's attention and its gradients with float64, on packed random sequences.
 
     Figures: "output", "grad_q", "grad_k" and "grad_v", each of the worst sequence; "pads". Pad rows
-    hold NaN outside and are zeroed as the layer does it. Heads are independent of each other: those
-    of the first and of the last KV head are compared. Random states and Transformer Engine's state
-    are left as they were. Communicates nothing.
+    hold NaN outside and are zeroed as the layer does it. A backend that works on packs of several
+    kinds in several ways names one of each (``PROOF_PACKS``); the worst counts. Heads are
+    independent of each other: those of the first and of the last KV head are compared. Random
+    states and Transformer Engine's state are left as they were. Communicates nothing.
 
     Args:
         backend: a key of ``padded_sp.backends.ATTENTION``.
         num_heads, num_kv_heads: of one rank.
         window: (left, right), -1 for no limit: (-1, 0) is causal, (-1, -1) sees everything.
         pads: whether sequences have pad rows.
+        other_keys: whether keys have lengths of their own (``kv_meta``).
         device: None: the current GPU, or the CPU without one.
 
     Returns: a verdict, a failing one where the backend raises.
@@ -107,15 +114,17 @@ def verify_attention(
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     options: dict[str, Any] = {"window": window, "softmax_scale": scale}
 
-    def check() -> dict[str, compare.Compared]:
-        real, padded = _ATTENTION_LENGTHS
-        rows = compare.Rows(real if pads else padded, padded, device, dtype)
+    def check(lengths: Lengths, key_lengths: Lengths | None) -> dict[str, compare.Compared]:
+        rows = compare.Rows(lengths[not pads], lengths[1], device, dtype)
+        keys = rows
+        if key_lengths is not None:
+            keys = compare.Rows(key_lengths[not pads], key_lengths[1], device, dtype)
         # Scores of unit variance at any scale: after a softmax that is nearly one-hot, gradients
         # are differences of nearly equal numbers.
         q = rows.draw(num_heads, head_dim) * (head_dim**-0.5 / scale)
-        tensors = {"q": q, "k": rows.draw(kv_heads, head_dim), "v": rows.draw(kv_heads, v_head_dim)}
+        tensors = {"q": q, "k": keys.draw(kv_heads, head_dim), "v": keys.draw(kv_heads, v_head_dim)}
         leaves = {name: x.requires_grad_() for name, x in tensors.items()}
-        grad, meta = rows.draw(num_heads * v_head_dim), rows.meta
+        grad = rows.draw(num_heads * v_head_dim)
 
         out = attend(
             module.dot_product_attention,
@@ -123,8 +132,8 @@ def verify_attention(
             leaves["q"],
             leaves["k"],
             leaves["v"],
-            meta,
-            meta,
+            rows.meta,
+            keys.meta,
             dropout=0.0,
             **options,
         )
@@ -132,28 +141,35 @@ def verify_attention(
 
         def some_heads(x: Tensor, heads: int) -> Tensor:
             """[T, *] -> [T, fewer, D]: those of the first and of the last KV head."""
-            by_kv_head = x.reshape(meta.num_rows, kv_heads, heads // kv_heads, -1)
+            by_kv_head = x.reshape(x.shape[0], kv_heads, heads // kv_heads, -1)
             return by_kv_head[:, :: max(1, kv_heads - 1)].flatten(1, 2)
 
         heads_of = dict(zip(actual, (num_heads, num_heads, kv_heads, kv_heads), strict=True))
         fewer = compare.exact_leaves(
             {n: some_heads(x, heads_of[f"grad_{n}"]) for n, x in leaves.items()}
         )
-        out = reference.dot_product_attention(**fewer, meta=meta, mask="full", **options)
+        metas = {"meta": rows.meta, "kv_meta": keys.meta}
+        out = reference.dot_product_attention(**fewer, **metas, mask="full", **options)
         exact = compare.results(out, fewer, some_heads(grad, num_heads).flatten(1).double())
+        metas_of = dict(zip(actual, (rows.meta, rows.meta, keys.meta, keys.meta), strict=True))
         return {
             name: compare.Compared(
-                some_heads(x, heads_of[name]).flatten(1), exact[name].flatten(1), meta, x
+                some_heads(x, heads_of[name]).flatten(1), exact[name].flatten(1), metas_of[name], x
             )
             for name, x in actual.items()
         }
 
+    packs = getattr(module, "PROOF_PACKS", (_ATTENTION_LENGTHS,))
+    checks = [partial(check, lengths, None) for lengths in packs]
+    if other_keys:
+        checks = [partial(check, _ATTENTION_LENGTHS, _KEY_LENGTHS)]
     heads = f"{num_heads} heads of {head_dim}" + f"/{v_head_dim}" * (v_head_dim != head_dim)
     heads += f", {kv_heads} KV heads" * (kv_heads != num_heads)
     subject = f"attention by {backend}, {heads}, {mask_name(*window)}, {compare.name_of(dtype)}"
     subject += ", pads" if pads else ", no pads"
+    subject += ", other keys" * other_keys
     limits: dict[str, float] = dict.fromkeys(("output", "grad_q", "grad_k", "grad_v"), limit)
-    return compare.judged(subject, check, limits, device)
+    return compare.judged(subject, checks, limits, device)
 
 
 def verify_linear(
@@ -218,7 +234,7 @@ def verify_linear(
     forward, backward = (max(limit, _FP8_MARGIN * e) for e in _FP8_ERRORS.get(recipe, (0, 0)))
     grads = dict.fromkeys((f"grad_{name}" for name in ("x", *_PARAMETERS)), backward)
     subject = f"{layer} linear by {backend}, {recipe}, {compare.name_of(dtype)}"
-    return compare.judged(subject, check, {"output": forward} | grads, device)
+    return compare.judged(subject, [check], {"output": forward} | grads, device)
 
 
 # --- linears -------------------------------------------------------------------------------------

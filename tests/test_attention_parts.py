@@ -28,6 +28,7 @@ from kernel_helpers import (
 import padded_sp.backends
 from padded_sp import PaddedSeqMeta
 from padded_sp.backends import triton_attention
+from padded_sp.backends.tiles import typical_length
 
 # Real lengths, pads, and the same of keys where they differ. Short is up to 32 tokens here.
 PACKS = {
@@ -182,6 +183,26 @@ def test_an_expanded_gradient(backend):
     dense = run(q, k, v, torch.ones_like(grad), *metas, (-1, 0), backend=backend)
     for a, b in zip(actual, dense, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
+def test_proof_packs_take_every_way(width, monkeypatch):
+    """What a proof did not run it does not prove: every size of tiles, and both parts of a pack."""
+    configs = next(of for limit, of in triton_attention._CONFIGS.items() if width <= limit)
+    fast_up_to = dict(triton_attention._FAST_UP_TO)
+    mixed = backend_named("mixed", monkeypatch)
+    monkeypatch.setattr(triton_attention, "_FAST_UP_TO", fast_up_to)
+    q, k, v = (torch.empty(0, heads, width) for heads in (4, 2, 2))
+    used, together = set(), set()
+    for real, padded in triton_attention.PROOF_PACKS:
+        for lengths in (real, padded):
+            meta = PaddedSeqMeta.from_seq_lens(lengths, padded_lens=padded)
+            typical = typical_length(meta)
+            used.add(next(config for limit, config in configs if typical <= limit))
+            parts = mixed._parts(q, k, v, meta, meta, (-1, 0), 1.0)
+            together.add(tuple(type(part).__name__ for part in parts))
+    assert used == {config for _, config in configs}
+    assert together >= {("TritonPart",), ("Flash4Part", "TritonPart")}
 
 
 @pytest.mark.parametrize("name", ["flash4", "triton"])

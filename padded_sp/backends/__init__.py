@@ -14,6 +14,8 @@ A backend of attention has these names:
     where it does: from shapes, dtypes, the device, the environment and host lengths, cheaply, with
     no device read, so that ``attention_choice`` may ask at every call. What only a run can tell is
     found by ``verify``.
+*   ``PROOF_PACKS``, real and padded lengths of packs that take every way through it, if there is
+    more than one.
 *   ``NEEDS_PROOF``, whether layers run ``verify`` before they trust it. One that needs none is
     plain PyTorch, which ``torch.compile`` traces.
 *   ``KEEPS_PADS_INERT = True``, if it takes any pads and leaves zeros in those of its results. It

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padded_sp.backends import flash4_attention, triton_attention
+from padded_sp.backends import flash4_attention, tiles, triton_attention
 from padded_sp.backends.flash4_attention import Flash4Part
 from padded_sp.backends.parts import Part, attend_by_parts, part_of
 from padded_sp.backends.torch_attention import zeros_like_output
@@ -18,6 +18,7 @@ from padded_sp.meta import PaddedSeqMeta
 
 NEEDS_PROOF = True
 KEEPS_PADS_INERT = True
+PROOF_PACKS = tiles.PROOF_PACKS
 
 # Where the short sequences hold less of the tokens, they are no reason for more kernels.
 _LEAST_SHARE = 0.1

@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from padded_sp import mappings
 from padded_sp.alignment import travels_as_fp8
+from padded_sp.backends.outside_of_graphs import eagerly as eagerly
 from padded_sp.backends.te import (
     GATHERS_UNALIGNED_BLOCKS,
     FP8GlobalStateManager,
@@ -171,12 +172,6 @@ def recipe_for(recipe: Any, tp_group: ProcessGroup | None) -> str:
                 "all ranks of tp_group: pass one that has to te.autocast(amax_reduction_group=)"
             )
     return name
-
-
-@torch.compiler.disable(reason="Transformer Engine's state and rules are looked at in each call")
-def eagerly(call: Callable[..., Any], *arguments: Any) -> Any:
-    """``call(*arguments)`` between two parts of compiled code, as if nothing were compiled."""
-    return call(*arguments)
 
 
 def why_wide(parallel_mode: str, rows: int, features: int, tp_size: int) -> str:

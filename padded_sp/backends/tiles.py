@@ -16,6 +16,15 @@ from torch import Tensor
 
 from padded_sp.meta import PaddedSeqMeta
 
+#: Real and padded lengths of packs for ``verify.py``, which take every way that there is for packs:
+#: sequences of many kinds, several that share a tile, long ones, and one that is long for any size.
+PROOF_PACKS = (
+    ((3, 150, 700, 333, 100), (64, 160, 704, 336, 112)),
+    ((20, 17, 5, 40, 3, 20, 64, 1, 100), (32, 32, 16, 48, 16, 32, 64, 16, 112)),
+    ((1000, 30), (1008, 32)),
+    ((1500, 300), (1504, 304)),
+)
+
 
 class Blocks(NamedTuple):
     """Sizes of tiles, in tokens."""

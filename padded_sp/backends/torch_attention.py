@@ -123,7 +123,7 @@ def _flash(
         window_size_left=None if left < 0 else left,
         window_size_right=None if right < 0 else right,
     )[0]
-    return out[..., :v_head_dim]
+    return out if out.shape[-1] == v_head_dim else out[..., :v_head_dim]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from padded_sp.backends import tiles
 from padded_sp.backends.parts import attend_by_parts, part_of
 from padded_sp.backends.tiles import Blocks, tiles_of, typical_length
 from padded_sp.backends.torch_attention import zeros_like_output
@@ -22,6 +23,7 @@ from padded_sp.meta import PaddedSeqMeta
 
 NEEDS_PROOF = True
 KEEPS_PADS_INERT = True
+PROOF_PACKS = tiles.PROOF_PACKS
 _MAX_HEAD_DIM = 256
 
 
@@ -144,17 +146,17 @@ class TritonPart:
         self._together = min(_MOST_HEADS_TOGETHER, group & -group)  # a power of two that divides it
         k_width, v_width = q.shape[-1], v.shape[-1]
         config = _config_of(typical_length(meta, longest), max(k_width, v_width))
-        tiles = tiles_of(meta, kv_meta, window, self._in_tokens(config.blocks), longest)
-        self.tiles = tiles
-        self._packed = tiles.packed, tiles.q_rows, tiles.k_rows, tiles.low, tiles.high
+        lists = tiles_of(meta, kv_meta, window, self._in_tokens(config.blocks), longest)
+        self.tiles = lists
+        self._packed = lists.packed, lists.q_rows, lists.k_rows, lists.low, lists.high
         self._lse_shape = meta.num_tokens, heads
         self._window = window
         self._scales = scale, scale * math.log2(math.e)
         self._programs = {
-            "queries": tiles.queries.shape[0] * heads // self._together,
-            "keys": tiles.keys.shape[0] * kv_heads,
-            "packed": tiles.packed.shape[0] * heads,
-            "packed keys": tiles.packed.shape[0] * kv_heads,
+            "queries": lists.queries.shape[0] * heads // self._together,
+            "keys": lists.keys.shape[0] * kv_heads,
+            "packed": lists.packed.shape[0] * heads,
+            "packed keys": lists.packed.shape[0] * kv_heads,
         }
         self._launches = _Launches(
             {

@@ -195,16 +195,16 @@ def backward_query_tiles(
     tokens, heads, inside = _queries_of_tile(count, BLOCK_M, TOGETHER)
     columns, v_columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     row, places = first + q_shift, tokens * HEADS + heads
-    q_tile = _row(q, row, q_stride) + head * q_head_stride
     out_tile = _row(out, row, HEADS * V_WIDTH) + head * V_WIDTH
     do_tile = _row(do, row, do_stride) + head * V_WIDTH
-    per_token = first * HEADS + head + places
-    # All loads before the first store, which nothing could be moved across.
-    queries = _load(q_tile, tokens * q_stride + heads * q_head_stride, columns, None, K_WIDTH)
     o = _load(out_tile, places * V_WIDTH, v_columns, None, V_WIDTH)
     grad = _load(do_tile, tokens * do_stride + heads * V_WIDTH, v_columns, None, V_WIDTH)
-    log = tl.load(lse + per_token)
     dot = tl.sum(o.to(tl.float32) * grad.to(tl.float32), 1)
+    per_token = first * HEADS + head + places
+    tl.store(delta + per_token, dot, mask=inside)
+    q_tile = _row(q, row, q_stride) + head * q_head_stride
+    queries = _load(q_tile, tokens * q_stride + heads * q_head_stride, columns, None, K_WIDTH)
+    log = tl.load(lse + per_token)
     k_head = k + (head // GROUP) * k_head_stride
     v_head = v + (head // GROUP) * v_head_stride
     place = first + tokens + offset
@@ -217,7 +217,6 @@ def backward_query_tiles(
         queries, grad, log, dot, k_head, v_head, acc, full_end, end, k_shift, k_stride, v_stride,
         place, left, right, scale_log2, K_WIDTH, V_WIDTH, BLOCK_N, BLOCK_K, BLOCK_V, True,
     )  # fmt: skip
-    tl.store(delta + per_token, dot, mask=inside)
     dq_tile = _row(dq, row, HEADS * K_WIDTH) + head * K_WIDTH
     _store(dq_tile, acc * scale, places * K_WIDTH, columns, inside, K_WIDTH)
 

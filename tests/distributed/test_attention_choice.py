@@ -37,7 +37,7 @@ def _nothing_known(ranks):
 
 
 def forget(group=None):
-    for known in (verdict._found, verdict._agreed, choice._logged):
+    for known in (verdict._found, verdict._agreed, verdict._common, choice._logged):
         known.clear()
     te_attention._problem.cache_clear()
     backends.import_error.cache_clear()
@@ -283,8 +283,8 @@ def prepare_body(group):
         asked = verifies(patch)
         for pads in (True, False):
             layer.prepare(torch.bfloat16, device_of(group), pads=pads)
-        layer.prepare(torch.float32, device_of(group))
-        assert asked == ["te", "torch", "te", "torch", "torch"]  # te does not take float32
+        layer.prepare(torch.float32, device_of(group))  # with pads and without
+        assert asked == ["te", "torch"] * 2 + ["torch"] * 2  # te does not take float32
         patch.setattr(verdict, "agreed", None)
         assert chosen(layer, inputs, meta) == "te"
         assert chosen(copy.deepcopy(layer), inputs, tight) == "te"
@@ -556,6 +556,85 @@ def test_compiles(ranks):
 
 
 @on_te
+def compiled_choice_body(group):
+    """None of them is traced, and none goes unproved."""
+    meta = meta_of(group)
+    inputs = inputs_of(group, meta)
+    forget(group)
+    with pytest.MonkeyPatch.context() as patch:
+        asked = verifies(patch)
+        layer = layer_of(group, ("triton", "te"))
+        out = torch.compile(layer, backend="aot_eager")(*inputs, meta)
+        assert "te" in asked
+    assert torch.equal(out, layer_of(group, "te")(*inputs, meta))
+
+
+@pytest.mark.max_ranks(1)
+def test_compiled_code_leaves_its_graph_to_choose(ranks):
+    ranks.run(compiled_choice_body)
+
+
+@on_te
+def kinds_body(group):
+    """A proof tells nothing of calls of another kind."""
+    meta = meta_of(group)
+    keys = meta_of(group, real=[n + 1 for n in REAL])
+    inputs = inputs_of(group, meta)
+    combinations = []
+
+    def record(backend, **combination):
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        combinations.append((combination["pads"], combination["other_keys"], deterministic))
+        return right_verdict(backend)
+
+    forget(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "verify_attention", record)
+        layer = layer_of(group, "te")
+        for _ in range(2):
+            layer(*inputs, meta)
+            layer(*inputs, meta, keys)
+            torch.use_deterministic_algorithms(True)
+            try:
+                layer(*inputs, meta)
+            finally:
+                torch.use_deterministic_algorithms(False)
+    expected = [(True, False, False), (True, True, False), (True, False, True)]
+    assert combinations == expected
+
+
+@pytest.mark.max_ranks(1)
+def test_each_kind_of_call_has_its_own_proof(ranks):
+    ranks.run(kinds_body)
+
+
+@on_te
+def other_environment_body(group):
+    """Ranks that would wait for others that do not come say so, all of them, at once."""
+    if group.size() == 1:
+        return
+    meta = meta_of(group)
+    inputs = inputs_of(group, meta)
+    forget(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PADDED_SP_VERIFY", str(group.rank() % 2))
+        with pytest.raises(ValueError, match="differ in PADDED_SP_VERIFY: 0 on rank 0, 1 on rank"):
+            layer_of(group, "te")(*inputs, meta)
+    layer = layer_of(group)
+    if group.rank():
+        layer._choice._list = "torch"
+    with pytest.raises(ValueError, match=r"backends of attention that .* te, torch on rank 0"):
+        layer(*inputs, meta)
+    forget(group)
+    assert chosen(layer_of(group), inputs, meta) == "te"
+
+
+@pytest.mark.max_ranks(2)
+def test_ranks_with_other_environments(ranks):
+    ranks.run(other_environment_body)
+
+
+@on_te
 def copies_body(group):
     meta = meta_of(group)
     inputs = inputs_of(group, meta)
@@ -565,8 +644,9 @@ def copies_body(group):
     assert "backend=('te', 'torch')" in repr(layer)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(*inputs, meta), out)
-        assert twin._choice._proved == layer._choice._proved
+        assert twin._choice._proved == layer._choice._proved  # the pickled one proved it again
         assert twin._choice._proved is not layer._choice._proved
+    assert not pickle.loads(pickle.dumps(layer))._choice._proved
 
 
 @pytest.mark.max_ranks(1)
