@@ -275,7 +275,7 @@ class DotProductAttention(SharesGroup):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if "te" in self._choice.names:  # so that te.DotProductAttention finds its key, empty
+        if self._choice.names == ("te",):  # so that te.DotProductAttention finds its key, empty
             destination[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

@@ -239,8 +239,7 @@ def _names(backend: str | Sequence[str]) -> tuple[str, ...]:
         error = backends.import_error(backends.ATTENTION[name])
         if error is None:
             here.append(name)
-        elif not isinstance(error.__cause__ or error, ModuleNotFoundError):
-            # It is installed, so that its absence would surprise.
+        elif backends.is_installed(name):  # so that its absence would surprise
             _log_once(logging.WARNING, f"backend 'auto' leaves out {name!r}: {error}")
     return tuple(here)
 

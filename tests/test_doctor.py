@@ -132,11 +132,14 @@ def test_cudnn_of_two_versions_in_one_process(monkeypatch):
     ("error", "status"),
     [
         (ModuleNotFoundError("No module named 'transformer_engine'"), 0),
+        (ModuleNotFoundError("No module named 'cutlass'"), 1),  # which it needs itself
         (ImportError("libcudnn_heuristic.so.9: undefined symbol: _ZN5cudnn"), 1),
     ],
-    ids=["missing", "broken"],
+    ids=["missing", "incomplete", "broken"],
 )
 def test_a_backend_that_is_installed_and_breaks_is_a_failure(monkeypatch, error, status):
+    monkeypatch.setattr(backends, "_is_there", lambda package: bool(status))
+
     def load(table, name):
         if name == "torch":
             return importlib.import_module(table[name])
@@ -150,6 +153,20 @@ def test_a_backend_that_is_installed_and_breaks_is_a_failure(monkeypatch, error,
     assert not any(verdict.passed for verdict in found)
     assert all(verdict.is_refusal for verdict in found) is not bool(status)
     assert all(str(error) in verdict.reason for verdict in found)
+
+
+def test_flash_attention_2_is_not_4(monkeypatch, tmp_path):
+    """Both are the package flash_attn; what is installed is told without importing it."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise RuntimeError('imported')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not backends.is_installed("flash4")
+    (tmp_path / "flash_attn" / "cute").mkdir()
+    assert backends.is_installed("flash4")
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)  # as if it were absent
+    assert not backends.is_installed("mixed")
 
 
 def test_transformer_engine_that_does_not_load(monkeypatch):
@@ -235,7 +252,7 @@ def whats():
 def test_an_old_cudnn_is_named_with_its_cure(monkeypatch, with_te, capsys):
     with_te(cudnn_version=lambda: (9, 14, 0))
     monkeypatch.setattr(traps, "loaded_cudnn", lambda: {"/a": (9, 14, 0), "/b": (9, 19, 0)})
-    monkeypatch.setattr(traps, "_is_hopper", lambda: True)
+    monkeypatch.setattr(traps, "is_hopper", lambda device: True)
     for expected in ("found before PyTorch's own 9.19.0", "TransformerEngine #2186", "30 % off"):
         assert expected in whats(), expected
     assert all("CUDNN_HOME" in trap.cure for trap in traps.applying()[:3])
@@ -326,6 +343,7 @@ def test_what_a_backend_refuses_is_no_failure(capsys, monkeypatch, few_checks, b
 
     monkeypatch.setattr(sys.modules["broken_backend"], "dot_product_attention", refuses)
     monkeypatch.setitem(backends.LINEAR, "absent", "padded_sp.backends.absent")
+    monkeypatch.setitem(backends._PACKAGES, "absent", ("no_such_package",))
     assert main(["doctor", "--verify"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("not supported") == 8 + 1

@@ -28,6 +28,8 @@ from __future__ import annotations
 import functools
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -75,6 +77,32 @@ def load(backends: dict[str, str], name: str) -> ModuleType:
     if name not in backends:
         raise ValueError(f"there is no backend {name!r}; choose one of {sorted(backends)}")
     return _module(backends[name])
+
+
+# What each needs besides PyTorch. FlashAttention-2 has the name of the outer one, too.
+_PACKAGES = {
+    "te": ("transformer_engine",),
+    "flash4": ("flash_attn.cute",),
+    "triton": ("triton",),
+    "mixed": ("triton", "flash_attn.cute"),
+}
+
+
+def is_installed(name: str) -> bool:
+    """Whether the packages of a backend are there, working or not."""
+    return all(map(_is_there, _PACKAGES.get(name, ())))
+
+
+def _is_there(package: str) -> bool:
+    """Without importing it, nor what it lies in."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    outer, *inner = package.split(".")
+    spec = find_spec(outer)
+    if spec is None or not inner:
+        return spec is not None
+    places = spec.submodule_search_locations or ()
+    return any(Path(place, *inner).is_dir() for place in places)
 
 
 @functools.cache

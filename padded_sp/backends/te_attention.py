@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from padded_sp.backends.cudnn import SOUND_PADS_ON_HOPPER, is_hopper
 from padded_sp.backends.te import UNFUSED_DROPS_PADS, cudnn_version, fp8_recipe, te, without_fp8
 from padded_sp.backends.torch_attention import zeros_like_output
 from padded_sp.meta import PaddedSeqMeta
@@ -25,9 +26,6 @@ NEEDS_PROOF = True  # which cuDNN it loads, and what that computes, is up to the
 
 _WAY_OUT = "use backend='torch', or 'auto'"
 _MAX_HEAD_DIM = 256
-
-# From this cuDNN on, Hopper's gradients of short, heavily padded sequences are no NaN (TE #2186).
-_CUDNN_WITH_SOUND_PADS = (9, 18, 0)
 
 # cuDNN's deterministic backward of packs on Hopper asks for 128 bytes and more of workspace for
 # each of sequences * heads * longest queries * longest keys. From this many on, Transformer Engine
@@ -84,7 +82,7 @@ def dot_product_attention(
                 max_seqlen_q=meta.max_seq_len,
                 max_seqlen_kv=kv_meta.max_seq_len,
                 attn_mask_type=mask,
-                window_size=window,
+                window_size=_two_sided(window, max(meta.max_seq_len, kv_meta.max_seq_len)),
                 pad_between_seqs=meta.has_padding or kv_meta.has_padding,
             )
     except ValueError as error:
@@ -121,7 +119,7 @@ def reason_against(
     if problem or not (rows and k_rows):
         return problem
     problem = _problem_of_cudnn(heads, meta, kv_meta, window, dropout, q.device)
-    return "" if problem and _has_flash_attention(has_pads) else problem
+    return "" if problem and _has_flash_attention(has_pads, dropout) else problem
 
 
 @functools.lru_cache(maxsize=256)
@@ -144,7 +142,7 @@ def _problem(
         or any(size % 8 for size in sizes)
     ):
         return _taken_by_none(heads, kv_heads, head_dim, v_head_dim, dtype, device)
-    if has_pads and cudnn_version() < _CUDNN_WITH_SOUND_PADS and _is_hopper(device):
+    if has_pads and cudnn_version() < SOUND_PADS_ON_HOPPER and is_hopper(device):
         return (
             f"cuDNN {'.'.join(map(str, cudnn_version()))}, which Transformer Engine loaded, gives "
             "NaN gradients for short padded sequences on Hopper (TransformerEngine #2186); load "
@@ -175,7 +173,7 @@ def _problem_of_cudnn(
         )
     sequences = meta.num_sequences
     scores = sequences * heads * longest * longest_k
-    if scores >= _MOST_DETERMINISTIC_SCORES and _is_deterministic() and _is_hopper(device):
+    if scores >= _MOST_DETERMINISTIC_SCORES and _is_deterministic() and is_hopper(device):
         return (
             "under deterministic algorithms cuDNN's attention on Hopper, by Transformer Engine, "
             "trains packs of fewer than 2 ** 30 sequences * heads * longest queries * longest keys "
@@ -185,16 +183,27 @@ def _problem_of_cudnn(
     return ""
 
 
-def _has_flash_attention(has_pads: bool) -> bool:
+def _two_sided(window: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Transformer Engine asserts that both sides of a window are limited, or neither, but for
+    causal masks. A side of the longest sequence limits nothing."""
+    left, right = window
+    if (left < 0) == (right < 0) or right == 0:
+        return window
+    return (longest, right) if left < 0 else (left, longest)
+
+
+def _has_flash_attention(has_pads: bool, dropout: float) -> bool:
     """Whether Transformer Engine has a FlashAttention, which may take what cuDNN does not.
 
-    With pads those are version 3 and later, from Transformer Engine 2.16 on.
+    With pads those are version 3 and later, from Transformer Engine 2.16 on; with dropout version 2
+    alone (2.20.2, ``get_attention_backend`` of ``dot_product_attention/utils.py``).
     """
     if os.environ.get("NVTE_FLASH_ATTN", "1") == "0" or (has_pads and UNFUSED_DROPS_PADS):
         return False
     utils = getattr(_te_internals(), "dpa_utils", None)
     found = getattr(utils, "FlashAttentionUtils", None)
-    names = ["v3_is_installed", "v4_is_installed", *["is_installed"] * (not has_pads)]
+    names = ["v3_is_installed", "v4_is_installed"] * (not dropout)
+    names += ["is_installed"] * (not has_pads)
     return any(getattr(found, name, False) for name in names)
 
 
@@ -247,11 +256,6 @@ def _own_reasons() -> str:
 def _te_internals() -> Any:
     """The module that chooses among Transformer Engine's backends."""
     return sys.modules[te.DotProductAttention.__module__]
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _is_deterministic() -> bool:

@@ -10,6 +10,7 @@ are zero. Deterministic. Half precision, on a GPU.
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from padded_sp.backends.parts import attend_by_parts, part_of
 from padded_sp.backends.tiles import Blocks, tiles_of, typical_length
 from padded_sp.backends.torch_attention import zeros_like_output
 from padded_sp.meta import PaddedSeqMeta
+
+if find_spec("triton") is None:  # imported with the first launch
+    raise ImportError("backend 'triton' needs Triton: python -m pip install triton")
 
 NEEDS_PROOF = True
 KEEPS_PADS_INERT = True

@@ -42,8 +42,7 @@ def verdicts() -> Iterator[Verdict]:
                 backends.load(table, name)
             except Exception as error:  # loaders of CUDA libraries raise all sorts
                 # What is not installed claims nothing; what is there and breaks is a failure.
-                is_missing = isinstance(error.__cause__ or error, ModuleNotFoundError)
-                what = "ValueError" if is_missing else "cannot be imported"
+                what = "cannot be imported" if backends.is_installed(name) else "ValueError"
                 why = f"{what}: {error}".partition("\n")[0]
                 yield Verdict(f"{kind} by {name}", False, {}, {}, why)
             else:

@@ -71,12 +71,13 @@ def attention() -> dict[str, str]:
         te = f"cuDNN {dotted(te.cudnn_version())}, packed; bfloat16 and float16"
     on_gpu = "bfloat16 and float16" if torch.cuda.is_available() else "needs a GPU"
     errors = {n: backends.import_error(path) for n, path in backends.ATTENTION.items()}
-    flash4 = errors.get("flash4")
+    without = {n: str(error).partition("\n")[0] for n, error in errors.items() if error}
     tried = (n for n in backends.AUTO if errors[n] is None)
     return {
         "auto": ", then ".join(tried),
-        "triton": f"our kernels, for packs of short sequences; {on_gpu}",
-        "flash4": on_gpu if flash4 is None else str(flash4).partition("\n")[0],
+        "mixed": without.get("mixed", f"short sequences by triton, long ones by flash4; {on_gpu}"),
+        "triton": without.get("triton", f"our kernels, for packs of short sequences; {on_gpu}"),
+        "flash4": without.get("flash4", on_gpu),
         "te": te,
         "torch": "; ".join(f"{k} on {device}: {v}" for k, v in paths.items()),
     }

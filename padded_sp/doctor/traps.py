@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from padded_sp.backends.cudnn import SOUND_PADS_ON_HOPPER, is_hopper
+from padded_sp.backends.isolation import current_device
 from padded_sp.doctor.machine import (
     Version,
     dotted,
@@ -61,7 +63,7 @@ def _of_cudnn(version: Version) -> Iterator[Trap]:
             f"{dotted(newest)}",
             _LOAD_PYTORCHS_CUDNN,
         )
-    if version < (9, 18, 0) and _is_hopper():
+    if version < SOUND_PADS_ON_HOPPER and is_hopper(current_device()):
         yield Trap(
             f"cuDNN {dotted(version)} gives NaN gradients for short sequences with many pads on "
             "Hopper (TransformerEngine #2186), so that attention by te refuses pads",
@@ -104,10 +106,6 @@ def _of_transformer_engine(te: Any) -> Iterator[Trap]:
             "after the GEMMs that they should run beside",
             "CUDA_DEVICE_MAX_CONNECTIONS=1, before Python starts",
         )
-
-
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def _has_one_queue_order() -> bool:

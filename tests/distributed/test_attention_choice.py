@@ -393,7 +393,7 @@ def deterministic_body(group):
     below, at = meta(2**14, 2**14 - 1), meta(2**14, 2**14)
     cross = meta(2**13, 2**13)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(te_attention, "_is_hopper", lambda device: True)
+        patch.setattr(te_attention, "is_hopper", lambda device: True)
         reason = reason_of_te(group, at)
         assert "2 * 2 * 16384 * 16384 = 1073741824" in reason
         assert "deterministic" in reason
@@ -408,11 +408,11 @@ def deterministic_body(group):
         finally:
             torch.use_deterministic_algorithms(False)
         patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        patch.setattr(te_attention, "_is_hopper", lambda device: False)
+        patch.setattr(te_attention, "is_hopper", lambda device: False)
         assert reason_of_te(group, at) == ""
 
         # By the length of a pack one layer goes to one backend or to the other.
-        patch.setattr(te_attention, "_is_hopper", lambda device: True)
+        patch.setattr(te_attention, "is_hopper", lambda device: True)
         patch.setattr(te_attention, "_MOST_DETERMINISTIC_SCORES", 4 * HEADS * 112 * 112)
         layer, packed = layer_of(group, verify=False), meta_of(group)
         shorter = PaddedSeqMeta.from_seq_lens(
@@ -440,6 +440,15 @@ def windows_body(group):
     for window in ((-1, 0), (-1, -1)):
         assert reason_of_te(group, longer, shorter, window=window, dropout=0.1) == ""
 
+    # One side without a limit: Transformer Engine asserts that it has one.
+    meta = meta_of(group)
+    for window in ((16, -1), (-1, 16)):
+        one_sided = layer_of(group, ("te",), mask="full", window=window)
+        plain = layer_of(group, "torch", mask="full", window=window)
+        inputs = inputs_of(group, meta)
+        out, expected = one_sided(*inputs, meta), plain(*inputs, meta)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
     layer = layer_of(group, window=(16, 0), dropout=0.1, verify=False)
     meta = meta_of(group)
     assert chosen(layer, inputs_of(group, meta), meta) == "torch"
@@ -461,7 +470,7 @@ def kernels_body(group):
     te_attention._problem.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(te_attention, "cudnn_version", lambda: (9, 14, 0))
-        patch.setattr(te_attention, "_is_hopper", lambda device: True)
+        patch.setattr(te_attention, "is_hopper", lambda device: True)
         assert reason_of_te(group, meta).startswith("cuDNN 9.14.0, which Transformer Engine loaded")
         assert reason_of_te(group, tight) == ""
         assert chosen(layer_of(group, verify=False), inputs_of(group, meta), meta) == "torch"
@@ -476,6 +485,9 @@ def test_kernels_that_there_are_not(ranks):
 def flash_body(group):
     """FlashAttention, where Transformer Engine has it, may take what cuDNN does not."""
     meta, tight = meta_of(group), meta_of(group, real=PADDED)
+    longer, shorter = (
+        PaddedSeqMeta.from_seq_lens([n, n], device=device_of(group)) for n in (64, 32)
+    )
     call = {"window": (16, 0), "dropout": 0.1}
     internals = te_attention._te_internals()
     with pytest.MonkeyPatch.context() as patch:
@@ -483,12 +495,15 @@ def flash_body(group):
         for installed, taken in (
             ((), (False, False)),
             (("is_installed",), (False, True)),
-            (("v3_is_installed",), (not te_attention.UNFUSED_DROPS_PADS, True)),
+            (("v3_is_installed",), (False, False)),
+            (("v4_is_installed",), (False, False)),
         ):
-            flags = dict.fromkeys(("is_installed", "v3_is_installed"), False)
+            flags = dict.fromkeys(("is_installed", "v3_is_installed", "v4_is_installed"), False)
             flags |= dict.fromkeys(installed, True)
             patch.setattr(internals.dpa_utils, "FlashAttentionUtils", SimpleNamespace(**flags))
             assert tuple(not reason_of_te(group, m, **call) for m in (meta, tight)) == taken
+            # A window without dropout, its queries longer than its keys.
+            assert (not reason_of_te(group, longer, shorter, window=(16, 0))) == bool(installed)
         patch.setenv("NVTE_FLASH_ATTN", "0")
         assert reason_of_te(group, tight, **call)
 
@@ -640,7 +655,8 @@ def copies_body(group):
     inputs = inputs_of(group, meta)
     layer = layer_of(group)
     out = layer(*inputs, meta)
-    assert list(layer.state_dict()) == ["_extra_state"]
+    assert list(layer_of(group, "te").state_dict()) == ["_extra_state"]
+    assert list(layer.state_dict()) == []  # which must not go by what is installed
     assert "backend=('te', 'torch')" in repr(layer)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(*inputs, meta), out)

@@ -113,6 +113,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         assert mask_type.startswith("padding"), (
             "With qkv_format=thd, attn_mask_type must be padding or padding_causal!"
         )
+        left, right = window_size or self.window_size or (-1, -1)
+        if "causal" in mask_type:
+            assert right <= 0, "window_size should be (-1, 0) or (>=0, 0) for causal masks"
+        else:
+            assert (left < 0) == (right < 0), (
+                "window_size should be (-1, -1) or (>=0, >=0) for attn_mask_type=padding"
+            )
         padded_q, padded_kv = cu_seqlens_q_padded, cu_seqlens_kv_padded
         if not pad_between_seqs:  # the real boundaries are then taken for the layout
             padded_q, padded_kv = cu_seqlens_q, cu_seqlens_kv
