@@ -30,6 +30,9 @@ from padded_sp import PaddedSeqMeta
 from padded_sp.backends import triton_attention
 from padded_sp.backends.tiles import typical_length
 
+# The real one compiles its kernels with what its libraries deprecate.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning") if HAS_GPU else []
+
 # Real lengths, pads, and the same of keys where they differ. Short is up to 32 tokens here.
 PACKS = {
     "both": ([33, 5, 70, 32, 1, 60], [15, 3, 10, 0, 7, 4], None, None),

@@ -518,3 +518,20 @@ def test_importing_it_needs_nothing():
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 256, 256), (4, 4, 192, 128), (6, 2, 128, 128)])
+def test_keys_of_their_own_are_judged_as_well_as_others(heads):
+    """Rounding to bfloat16 must not look like a wrong kernel: no query equals a key."""
+    num_heads, num_kv_heads, head_dim, v_head_dim = heads
+    verdict = verify.verify_attention(
+        "torch",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        other_keys=True,
+        device="cpu",
+    )
+    assert verdict.passed
+    assert max(verdict.figures.values()) < 0.01
