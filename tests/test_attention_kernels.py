@@ -124,7 +124,10 @@ def test_tiles_hold_each_pair_that_may_meet_once(pack, left, right, packed, q, k
             distance = b - (a + m - n)
             if (left < 0 or distance >= -left) and (right < 0 or distance <= right):
                 seen.add((q_starts[i] + a, k_starts[i] + b))
-    several, queries, keys = tile_lists(meta, kv_meta, (left, right), Blocks(packed, q, kq, k, qk))
+    blocks = Blocks(packed, q, kq, k, qk)
+    several, queries, keys = (
+        tiles.tolist() for tiles in tile_lists(meta, kv_meta, (left, right), blocks)
+    )
     together = {
         pair
         for first, count, k_first, k_count in several

@@ -183,7 +183,7 @@ def _listed(
             k_lengths.append(sequence.k_count)
     device = meta.device
     fields = [[*q_starts, meta.num_rows], [*k_starts, kv_meta.num_rows], q_lengths, k_lengths]
-    q_at, k_at, q_used, k_used = (on_device([values], len(values), device)[0] for values in fields)
+    q_at, k_at, q_used, k_used = (on_device(values, device) for values in fields)
     q_pads = _near(meta, q_starts, q_lengths)
     k_pads = q_pads if kv_meta is meta else _near(kv_meta, k_starts, k_lengths)
     return (q_at, k_at), (q_used, k_used), (q_pads, k_pads)
@@ -206,6 +206,6 @@ def _near(meta: PaddedSeqMeta, starts: list[int], lengths: list[int]) -> Tensor 
     # The n-th row listed is n + what its range starts at beyond the rows listed before.
     before = itertools.accumulate(counts, initial=0)
     shifts = [first - n for first, n in zip(firsts, before, strict=False)]
-    shift, count = on_device([shifts, counts], len(counts), device)
+    shift, count = on_device([shifts, counts], device)
     rows = torch.arange(total, device=device)
     return rows + torch.repeat_interleave(shift, count, output_size=total)

@@ -75,9 +75,9 @@ def tiles_of(
         packed, queries, keys = tile_lists(meta, kv_meta, window, blocks, longest)
         low, high = _seen_by_each(meta, kv_meta, window)
         return Tiles(
-            on_device(packed, 4, meta.device),
-            on_device(queries, 8, meta.device),
-            on_device(keys, 8, meta.device),
+            on_device(packed, meta.device),
+            on_device(queries, meta.device),
+            on_device(keys, meta.device),
             meta.real_rows.int(),
             kv_meta.real_rows.int(),
             low,
@@ -135,19 +135,16 @@ def tile_lists(
     window: tuple[int, int],
     blocks: Blocks,
     longest: int | None = None,
-) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """``Tiles.packed``, ``.queries`` and ``.keys``, as lists."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``Tiles.packed``, ``.queries`` and ``.keys``, int64 on the host."""
     packed: list[list[int]] = []
-    queries: list[list[int]] = []
-    keys: list[list[int]] = []
+    alone: list[Sequence] = []
     is_open = False
     for sequence in sequences(meta, kv_meta):
-        if longest is not None and sequence.longest > longest:
-            is_open = False
-            continue
-        if sequence.longest > blocks.packed:
-            queries += _query_tiles(sequence, window, blocks)
-            keys += _key_tiles(sequence, window, blocks)
+        is_left_out = longest is not None and sequence.longest > longest
+        if is_left_out or sequence.longest > blocks.packed:
+            if not is_left_out:
+                alone.append(sequence)
             is_open = False
             continue
         last = packed[-1] if is_open else None
@@ -161,52 +158,72 @@ def tile_lists(
         else:
             packed.append([sequence.q_first, sequence.q_count, sequence.k_first, sequence.k_count])
             is_open = True
-    for tiles in (queries, keys):
-        tiles.sort(key=lambda tile: tile[2] - tile[4])
-    return [tile for tile in packed if tile[1] or tile[3]], queries, keys
+    columns = _host_table([list(sequence) for sequence in alone], 6)
+    return (
+        _host_table([tile for tile in packed if tile[1] or tile[3]], 4),
+        _longest_first(_query_tiles(columns, window, blocks)),
+        _longest_first(_key_tiles(columns, window, blocks)),
+    )
 
 
-def _query_tiles(
-    sequence: Sequence, window: tuple[int, int], blocks: Blocks
-) -> Iterator[list[int]]:
+def _host_table(rows: list[list[int]], fields: int) -> Tensor:
+    # On the host whatever the surrounding `with torch.device(...)` says.
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, fields)
+
+
+def _longest_first(tiles: Tensor) -> Tensor:
+    return tiles[(tiles[:, 2] - tiles[:, 4]).argsort(stable=True)]
+
+
+def _pieces(table: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Of each sequence as many rows of the table as it has pieces of ``size``; their numbers."""
+    pieces = (counts + size - 1) // size
+    owner = torch.arange(len(counts), device="cpu").repeat_interleave(pieces)
+    before = pieces.cumsum(0) - pieces
+    return table[owner], torch.arange(len(owner), device="cpu") - before[owner]
+
+
+def _query_tiles(table: Tensor, window: tuple[int, int], blocks: Blocks) -> Tensor:
     left, right = window
-    q_first, q_count, k_first, k_count, q_row, k_row = sequence
+    table, number = _pieces(table, table[:, 1], blocks.queries)
+    q_first, q_count, k_first, k_count, q_row, k_row = table.T
     q_stop, k_stop = q_first + q_count, k_first + k_count
     offset = k_stop - q_stop
-    for first in range(q_first, q_stop, blocks.queries):
-        stop = min(first + blocks.queries, q_stop)
-        begin = k_first if left < 0 else max(k_first, first + offset - left)
-        end = k_stop if right < 0 else min(k_stop, stop + offset + right)
-        all_see = k_stop if right < 0 else min(k_stop, first + offset + right + 1)
-        begin, end = min(begin, k_stop), max(end, k_first)
-        end = max(begin, end)
-        whole = (all_see - begin) // blocks.keys_at_a_time if left < 0 and all_see > begin else 0
-        full_end = begin + whole * blocks.keys_at_a_time
-        yield [first, stop - first, begin, full_end, end, q_row - q_first, k_row - k_first, offset]
+    first = q_first + number * blocks.queries
+    stop = (first + blocks.queries).minimum(q_stop)
+    begin = k_first if left < 0 else k_first.maximum(first + offset - left)
+    end = k_stop if right < 0 else k_stop.minimum(stop + offset + right)
+    all_see = k_stop if right < 0 else k_stop.minimum(first + offset + right + 1)
+    begin, end = begin.minimum(k_stop), end.maximum(k_first)
+    end = end.maximum(begin)
+    whole = (all_see - begin).clamp(min=0) // blocks.keys_at_a_time
+    full_end = begin + whole * blocks.keys_at_a_time if left < 0 else begin
+    fields = first, stop - first, begin, full_end, end, q_row - q_first, k_row - k_first, offset
+    return torch.stack(fields, 1)
 
 
-def _key_tiles(sequence: Sequence, window: tuple[int, int], blocks: Blocks) -> Iterator[list[int]]:
+def _key_tiles(table: Tensor, window: tuple[int, int], blocks: Blocks) -> Tensor:
     left, right = window
-    q_first, q_count, k_first, k_count, q_row, k_row = sequence
+    table, number = _pieces(table, table[:, 3], blocks.keys)
+    q_first, q_count, k_first, k_count, q_row, k_row = table.T
     q_stop, k_stop = q_first + q_count, k_first + k_count
     offset = k_stop - q_stop
-    for first in range(k_first, k_stop, blocks.keys):
-        stop = min(first + blocks.keys, k_stop)
-        begin = q_first if right < 0 else max(q_first, first - offset - right)
-        end = q_stop if left < 0 else min(q_stop, stop - offset + left)
-        begin = min(begin, q_stop)
-        end = max(begin, end)
-        if left >= 0:
-            masked_end = end
-        elif right < 0:
-            masked_end = begin
-        else:  # from here on each query sees all keys
-            some = max(0, stop - 1 - offset - right - begin)
-            steps = -(-some // blocks.queries_at_a_time)
-            masked_end = min(end, begin + steps * blocks.queries_at_a_time)
-        yield [
-            first, stop - first, begin, masked_end, end, q_row - q_first, k_row - k_first, offset
-        ]  # fmt: skip
+    first = k_first + number * blocks.keys
+    stop = (first + blocks.keys).minimum(k_stop)
+    begin = q_first if right < 0 else q_first.maximum(first - offset - right)
+    end = q_stop if left < 0 else q_stop.minimum(stop - offset + left)
+    begin = begin.minimum(q_stop)
+    end = end.maximum(begin)
+    if left >= 0:
+        masked_end = end
+    elif right < 0:
+        masked_end = begin
+    else:  # from here on each query sees all keys
+        some = (stop - 1 - offset - right - begin).clamp(min=0)
+        steps = (some + blocks.queries_at_a_time - 1) // blocks.queries_at_a_time
+        masked_end = end.minimum(begin + steps * blocks.queries_at_a_time)
+    fields = first, stop - first, begin, masked_end, end, q_row - q_first, k_row - k_first, offset
+    return torch.stack(fields, 1)
 
 
 def _seen_by_each(
@@ -224,11 +241,10 @@ def _seen_by_each(
     return low, high
 
 
-def on_device(rows: list[list[int]], fields: int, device: torch.device) -> Tensor:
-    flat = torch.tensor(
-        list(itertools.chain.from_iterable(rows)),
-        dtype=torch.int32,
-        device="cpu",
-        pin_memory=device.type == "cuda",
-    )
-    return flat.view(-1, fields).to(device, non_blocking=True)
+def on_device(table: Tensor | list[int] | list[list[int]], device: torch.device) -> Tensor:
+    """int32, by a copy that nobody waits for."""
+    # A list goes to the host first whatever the surrounding `with torch.device(...)` says.
+    host = torch.as_tensor(table, dtype=torch.int32, device="cpu")
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
