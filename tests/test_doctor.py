@@ -16,7 +16,7 @@ pytest.importorskip("tyro")
 
 from padded_sp import DotProductAttention, backends
 from padded_sp.__main__ import main
-from padded_sp.backends import torch_attention
+from padded_sp.backends import cudnn, torch_attention
 from padded_sp.doctor import checks, machine, traps
 
 FAKE_TE = SimpleNamespace(
@@ -169,6 +169,16 @@ def test_flash_attention_2_is_not_4(monkeypatch, tmp_path):
     assert not backends.is_installed("mixed")
 
 
+def test_each_attention_backend_says_why_it_is_not_there(monkeypatch):
+    absent = {name: ImportError(f"{name} needs this\nand that") for name in ("flash4", "mixed")}
+    errors = {path: absent.get(name) for name, path in backends.ATTENTION.items()}
+    monkeypatch.setattr(backends, "import_error", errors.get)
+    shown = machine.attention()
+    assert (shown["flash4"], shown["mixed"]) == ("flash4 needs this", "mixed needs this")
+    assert shown["auto"] == "triton, then te, then torch"
+    assert shown["triton"].startswith("our kernels")
+
+
 def test_transformer_engine_that_does_not_load(monkeypatch):
     machine.transformer_engine.cache_clear()
     monkeypatch.setattr(machine, "import_module", _raise_undefined_symbol)
@@ -264,6 +274,17 @@ def test_an_old_cudnn_is_named_with_its_cure(monkeypatch, with_te, capsys):
     monkeypatch.setattr(traps, "loaded_cudnn", dict)
     monkeypatch.setattr(traps, "shipped_cudnn", lambda: (9, 21, 0))
     assert "own 9.21.0" in whats()
+
+
+def test_which_gpus_are_hopper(monkeypatch):
+    """And where its rules hold: te's attention asks it of each call's device."""
+    capability = {0: (9, 0), 1: (10, 0), 2: (8, 9)}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: capability[device.index]
+    )
+    is_hopper = cudnn.is_hopper.__wrapped__
+    assert [is_hopper(torch.device("cuda", n)) for n in capability] == [True, False, False]
+    assert not is_hopper(torch.device("cpu"))
 
 
 def test_the_environments_traps(monkeypatch, with_te):
