@@ -1,0 +1,8 @@
+"""Megatron-Core, 0.16.1 or newer. It is imported when its own classes are asked for, not before."""
+
+from padded_sp.integrations.megatron.packed_seq_params import (
+    from_packed_seq_params,
+    to_packed_seq_params,
+)
+
+__all__ = ["from_packed_seq_params", "to_packed_seq_params"]
