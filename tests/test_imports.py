@@ -32,6 +32,24 @@ def test_import_prints_nothing():
     assert run("import padded_sp") == ""
 
 
+def test_without_triton():
+    """Its kernels are imported with their first launch, its absence is told before."""
+    told = run(
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "from padded_sp import DotProductAttention, backends\n"
+        "DotProductAttention(2, 8)  # 'auto' leaves it out\n"
+        "print(backends.import_error(backends.ATTENTION['triton']))\n"
+        "DotProductAttention(2, 8, backend='torch')\n"
+        "try:\n"
+        "    DotProductAttention(2, 8, backend='triton')\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)"
+    )
+    assert told.count("backend 'triton' needs Triton: python -m pip install triton") == 2, told
+    assert "\nImportError " in told
+
+
 def test_the_names_that_callers_rely_on():
     from padded_sp import (  # noqa: F401
         AlignPolicy,
