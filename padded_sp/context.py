@@ -92,15 +92,20 @@ def resolve_meta(meta: PaddedSeqMeta | None) -> PaddedSeqMeta:
         torch._dynamo.graph_break(
             "under torch.compile(fullgraph=True) pass the meta as an argument"
         )
-    entry = _current.get()
-    if entry is not None and entry.backward_pass == _backward_pass():
-        return entry.meta
+    if (surrounding := surrounding_meta()) is not None:
+        return surrounding
     if _backward_pass() != -1:
         raise ValueError(
             "a layer was recomputed during backward without its meta: checkpoint "
             "carry_meta(block) instead of block, or pass the meta as an argument"
         )
     raise ValueError("no meta: pass one to the layer, or call it inside `with seq_meta(meta):`")
+
+
+def surrounding_meta() -> PaddedSeqMeta | None:
+    """The surrounding meta if it was entered in the pass that runs now."""
+    entry = _current.get()
+    return entry.meta if entry is not None and entry.backward_pass == _backward_pass() else None
 
 
 def _backward_pass() -> int:

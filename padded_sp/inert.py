@@ -19,6 +19,10 @@ from padded_sp.padding import zero_padding_copy, zero_rows_, zeroed_copy
 # the input. Source: PyTorch tools/autograd/derivatives.yaml, the formulas with ``result``.
 _DIVIDE_BY_RESULT = ("SqrtBackward", "ForeachSqrt", "HypotBackward", "LogsumexpBackward")
 
+# Their results are thrown away and made again for backward, so that a write to them is lost.
+# Source: megatron-core, megatron/core/tensor_parallel/random.py.
+_MADE_AGAIN = ("CheckpointWithoutOutput",)
+
 
 def inert_input(
     x: Tensor,
@@ -126,13 +130,14 @@ def _has_pads(x: Tensor, meta: PaddedSeqMeta, first_row: int) -> bool:
 def may_overwrite(x: Tensor) -> bool:
     """Not what the caller holds as data or parameter, nor a view of it; and memory of its own.
 
-    Nor the result of an operation that divides by it in backward: 0 / 0 there is NaN.
+    Nor the result of an operation that divides by it in backward: 0 / 0 there is NaN. Nor what
+    Megatron makes again for backward, in the same memory, whatever was written there since.
     """
     source = x if x._base is None else x._base
     if x.is_leaf or source.is_leaf or type(x) is not Tensor or not _is_dense(x):
         return False
     made_by = source.grad_fn.name() if source.grad_fn is not None else ""
-    return not made_by.startswith(_DIVIDE_BY_RESULT)
+    return not made_by.startswith(_DIVIDE_BY_RESULT + _MADE_AGAIN)
 
 
 def _is_dense(x: Tensor) -> bool:

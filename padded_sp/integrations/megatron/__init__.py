@@ -4,5 +4,6 @@ from padded_sp.integrations.megatron.packed_seq_params import (
     from_packed_seq_params,
     to_packed_seq_params,
 )
+from padded_sp.integrations.megatron.recompute import carry_meta_through_recompute
 
-__all__ = ["from_packed_seq_params", "to_packed_seq_params"]
+__all__ = ["carry_meta_through_recompute", "from_packed_seq_params", "to_packed_seq_params"]
