@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 
 def import_megatron(name: str) -> ModuleType:
     """``megatron.core.<name>``; Megatron must not take the double for Transformer Engine."""
-    te = [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]
-    is_double = "fake_te" in (getattr(sys.modules.get("transformer_engine"), "__file__", "") or "")
-    hidden = {n: sys.modules.pop(n) for n in te} if is_double or not te else {}
-    if not te or is_double:
+    hidden: dict[str, ModuleType | None] = {}
+    if not has_transformer_engine():
+        for module in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
+            hidden[module] = sys.modules.pop(module)
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
@@ -23,3 +24,9 @@ def import_megatron(name: str) -> ModuleType:
         if sys.modules.get("transformer_engine", ...) is None:
             del sys.modules["transformer_engine"]
         sys.modules.update(hidden)
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine itself is here, and not only its double."""
+    found = find_spec("transformer_engine")
+    return found is not None and "fake_te" not in (found.origin or "")
