@@ -1,4 +1,4 @@
-"""Attention by our own kernels, as layers choose it on a GPU."""
+"""Attention on a GPU, by our own kernels and beside them, as layers choose it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from rank_helpers import device_of, drawn
+from rank_helpers import device_of, drawn, forbid_host_reads
 
-from padded_sp import DotProductAttention, PaddedSeqMeta, attention_choice
+from padded_sp import DotProductAttention, PaddedSeqMeta, attention_choice, backends
 from padded_sp.backends import reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
@@ -93,3 +93,29 @@ def is_chosen_for_short_packs(group, caplog_level):
 
 def test_is_chosen_for_short_packs(ranks):
     ranks.run(is_chosen_for_short_packs, caplog_level=logging.DEBUG)
+
+
+# The same rows in other lengths, and both short and long sequences, as "mixed" takes them.
+IN_TURN = [([300, 0, 1500, 33, 1, 64], [304, 16, 1552, 48, 16, 64]),
+           ([1980, 1], [1984, 16]),
+           ([64] * 31, [64] * 30 + [80])]  # fmt: skip
+
+
+def reads_nothing(group, backend):
+    device, layer = device_of(group), layer_of(group, "gqa", backend=backend)
+    inputs, grad = inputs_of(group, "gqa", metas(group, IN_TURN[0]), 0.0)
+    for lengths in IN_TURN:  # kernels are compiled for what they meet
+        step(layer, inputs, grad, metas(group, lengths))
+    outs = []
+    with forbid_host_reads(device):
+        for real, padded in IN_TURN:
+            meta = metas(group, ([max(n - 1, 0) for n in real], padded))
+            outs += step(layer, inputs, grad, meta)
+    assert all(out.isfinite().all() for out in outs)
+
+
+@pytest.mark.parametrize("backend", ["auto", *backends.ATTENTION])
+def test_reads_nothing(ranks, backend):
+    if backend != "auto" and not backends.is_installed(backend):
+        pytest.skip(f"what {backend} needs is not installed")
+    ranks.run(reads_nothing, backend=backend)
