@@ -1,5 +1,5 @@
 """What ``carry_meta_through_recompute`` does to the real megatron-core; its numbers are compared in
-``distributed/test_megatron_recompute.py``."""
+``distributed/test_megatron_checkpointing.py``."""
 
 from __future__ import annotations
 
