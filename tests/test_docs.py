@@ -23,7 +23,7 @@ def title(route: str) -> str:
 
 @pytest.mark.parametrize("route", ROUTES, ids=title)
 def test_scripts_run(route):
-    import_megatron("transformer.moe.moe_utils")  # without the double
+    import_megatron("transformer.moe.moe_utils")
     torch.manual_seed(0)
     namespace: dict[str, object] = {}
     for script in (*scripts(INTRODUCTION), *scripts(route)):

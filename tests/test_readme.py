@@ -32,7 +32,7 @@ def test_the_other_python_runs():
     namespace: dict[str, object] = {}
     shown = blocks("python")[1:]
     assert len(shown) == 4
-    import_megatron("packed_seq_params")  # without the double
+    import_megatron("packed_seq_params")
     for block in shown:
         if not torch.cuda.is_available():  # the tests' double of Transformer Engine needs none
             block = block.replace('"cuda"', '"cpu"')

@@ -5,6 +5,7 @@ On GPUs recomputation runs in a thread of autograd's, and Transformer Engine is 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 import torch
 from megatron_helpers import import_megatron
 from rank_helpers import device_of, drawn, part
-from te_helpers import on_te, only_the_real_one
+from te_helpers import on_te
 from torch import nn
 
 from padded_sp import (
@@ -78,6 +79,7 @@ def megatron() -> Iterator[object]:
         for owner, name in (
             (module.CheckpointFunction, "forward"),
             (module.CheckpointWithoutOutput, "checkpoint"),
+            (sys.modules["transformer_engine.pytorch.distributed"], "checkpoint"),
         ):
             patch.setattr(owner, name, vars(owner)[name])  # put back afterwards
         if not torch.cuda.is_available():
@@ -171,7 +173,7 @@ def test_each_micro_batch_has_its_own_meta(ranks, call, backend):
     ranks.run(each_micro_batch_has_its_own_meta, call=call, backend=backend)
 
 
-@only_the_real_one
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.max_ranks(2)
 def test_transformer_engines_checkpoint(ranks, backend):
     ranks.run(each_micro_batch_has_its_own_meta, call=by_transformer_engine, backend=backend)

@@ -1,4 +1,4 @@
-"""A double of the parts of Transformer Engine that padded_sp calls, for CPU ranks on gloo.
+"""A double of what padded_sp and Megatron-Core call of Transformer Engine, for CPU ranks on gloo.
 
 It proves nothing about Transformer Engine: GPU hosts run the same tests on the real one, and only
 that counts. It lets them run at all where there is no GPU, so that mistakes of ours show early. To
@@ -15,3 +15,8 @@ VERSION = tuple(int(part) for part in __version__.split(".")[:3])
 
 # What changed between 2.12.0 and 2.20.2, at the version that padded_sp puts it.
 MODERN = VERSION >= (2, 14, 0)
+
+# As in the real one: whoever imports this finds all of it. Last, for it reads what is above.
+from transformer_engine import common, pytorch  # noqa: E402
+
+__all__ = ["common", "pytorch"]

@@ -121,6 +121,9 @@ class DotProductAttention(TransformerEngineBaseModule):
                 "window_size should be (-1, -1) or (>=0, >=0) for attn_mask_type=padding"
             )
         padded_q, padded_kv = cu_seqlens_q_padded, cu_seqlens_kv_padded
+        if pad_between_seqs is None:
+            pad_between_seqs = _seems_padded(cu_seqlens_q, padded_q)
+            pad_between_seqs |= _seems_padded(cu_seqlens_kv, padded_kv)
         if not pad_between_seqs:  # the real boundaries are then taken for the layout
             padded_q, padded_kv = cu_seqlens_q, cu_seqlens_kv
         q = _Rows(query_layer, cu_seqlens_q, padded_q)
@@ -170,6 +173,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         weights = scores.softmax(-1).masked_fill(~allowed, 0)
         weights = F.dropout(weights, self.attention_dropout, self.training)
         return torch.einsum("hqk,khd->qhd", weights, v).to(dtype)
+
+
+def _seems_padded(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> bool:
+    """What is taken for granted where nobody says it; older versions miss pads at the end."""
+    if cu_seqlens_padded is None or VERSION >= (2, 18, 0):
+        return cu_seqlens_padded is not None and cu_seqlens_padded is not cu_seqlens
+    return not torch.equal(cu_seqlens_padded[:-1], cu_seqlens[:-1])
 
 
 class _Rows:

@@ -122,13 +122,16 @@ def in_fp8_activation_recompute_phase() -> bool:
 
 
 @contextmanager
-def _recompute_phase(recompute: bool) -> Iterator[None]:
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False
+) -> Iterator[None]:
+    """Around what is computed twice: the first time, and in the recompute phase."""
     state = quantization.state()
-    if recompute:
+    if activation_recompute and recompute_phase:
         state.is_first_fp8_module = _is_first_fp8_module.pop(0)
-    else:
+    elif activation_recompute:
         _is_first_fp8_module.append(state.is_first_fp8_module)
-    _phase.update(enabled=True, recompute=recompute)
+    _phase.update(enabled=activation_recompute, recompute=recompute_phase)
     try:
         yield
     finally:
@@ -152,15 +155,21 @@ def checkpoint(
     def run(*tensors: Any) -> Any:
         calls.append(bool(calls))
         if not calls[-1]:
-            with _recompute_phase(False):
+            with activation_recompute_forward(True):
                 return function(*tensors, **kwargs)
-        with _recompute_phase(True), quantization.autocast(enabled=enabled, recipe=recipe):
+        recompute = activation_recompute_forward(True, recompute_phase=True)
+        with recompute, quantization.autocast(enabled=enabled, recipe=recipe):
             return function(*tensors, **kwargs)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant)
 
 
 # --- random numbers ------------------------------------------------------------------------------
+
+
+def get_all_rng_states() -> bool:
+    """Of trackers that CUDA graphs know; there are none."""
+    return False
 
 
 class CudaRNGStatesTracker:

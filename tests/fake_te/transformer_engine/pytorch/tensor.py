@@ -38,6 +38,10 @@ class QuantizedTensorStorage:
         return cls(tuple(tensors[:2]), tuple(tensors[2:]), dtype)
 
 
+class QuantizedTensor(Tensor):
+    """What weights built in FP8 are to the real one; here they are ordinary tensors."""
+
+
 class Quantizer:
     """Rounds a tensor [rows, columns] to FP8."""
 
