@@ -112,9 +112,10 @@ class ColumnParallelLinear(ParallelLinear):
         self._watch_weight(y, x, weight)
         return self._inert(y, meta)
 
-    def _inert(self, y: Tensor, meta: PaddedSeqMeta) -> Tensor:
-        adds_bias = self.use_bias and not self.return_bias
-        return inert_output(y, meta, inplace=self.inplace, is_zero=not adds_bias)
+    def _inert(self, y: Tensor, meta: PaddedSeqMeta, *, from_zeros: bool = True) -> Tensor:
+        """``from_zeros``: the pad rows of what was multiplied are zero."""
+        is_zero = from_zeros and not (self.use_bias and not self.return_bias)
+        return inert_output(y, meta, inplace=self.inplace, is_zero=is_zero)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -241,7 +242,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         x = inert_input(x, meta, **rows)
         if self.backend == "te":
             y, bias, normed = self._run_te(x, meta, recipe, is_first_microbatch)
-            y = self._inert(y, meta)
+            y = self._inert(y, meta, from_zeros=self.layer_norm_bias is None)
             if normed is not None:
                 normed = inert_output(normed, meta, **rows)
         else:

@@ -397,3 +397,25 @@ def test_replays_serve_other_packs(ranks, case, recipe):
     it asks the host. (``te.make_graphed_callables``, for modules one by one, leaves the autocast
     and that update outside of its graphs.)"""
     ranks.run(replays_serve_other_packs, case=case, recipe=recipe)
+
+
+@on_te
+def pads_of_a_shifted_norm_are_zero(group, bias):
+    meta = PaddedSeqMeta.from_seq_lens(
+        [20, 70], padded_lens=[40, 128 * group.size() - 40], tp_size=group.size(),
+        device=device_of(group),
+    )  # fmt: skip
+    layer = LayerNormColumnParallelLinear(
+        HIDDEN, HIDDEN, normalization="LayerNorm", bias=bias, tp_group=group, backend="te",
+        **device_and_dtype(group),
+    )  # fmt: skip
+    with torch.no_grad():
+        layer.layer_norm_bias.fill_(1)
+    y = layer(part(random(group, meta.num_rows, HIDDEN, seed=1), group), meta)
+    assert not y[meta.padding_mask].any()
+    assert y[~meta.padding_mask].any()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_pads_of_a_shifted_norm_are_zero(ranks, bias):
+    ranks.run(pads_of_a_shifted_norm_are_zero, bias=bias)
