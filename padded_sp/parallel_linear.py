@@ -71,11 +71,7 @@ class ParallelLinear(LinearParameters):
         Reads host integers only. Raises: ValueError: before anything is communicated.
         """
         recipe = self._recipe()
-        if recipe != "bf16":
-            alignment.check_features(recipe, *self._local_features)
-            policy = _policy(recipe, self._shards, _inner_rows(x))
-            if meta.num_rows % policy.total_alignment:
-                policy.check(meta)
+        check_layout(recipe, x, meta, self._shards, self._local_features)
         if self.backend == "te" and (recipe, x.dtype) not in self._proved:
             self.prepare(x.dtype)
         return recipe
@@ -99,7 +95,7 @@ class ParallelLinear(LinearParameters):
         wide_gather = ""
         if recipe == "fp8_blockwise" and self._shards > 1:
             features = self.in_features if self.parallel_mode == "column" else self.out_features
-            rows = meta.num_rows * _inner_rows(x)
+            rows = meta.num_rows * inner_rows(x)
             wide_gather = self._te_linear.why_wide(self.parallel_mode, rows, features, self.tp_size)
         return self._te_linear.run(
             self.te,
@@ -123,7 +119,22 @@ class ParallelLinear(LinearParameters):
             watch_parts(y, weight, [getattr(self, name) for name in self._weight_names])
 
 
-def _inner_rows(x: Tensor) -> int:
+def check_layout(
+    recipe: str, x: Tensor, meta: PaddedSeqMeta, shards: int, features: tuple[int, int]
+) -> None:
+    """What a recipe demands of the rows, which ``shards`` ranks divide, and of this rank's K and O.
+
+    Reads host integers only. Raises: ValueError: the rule, the rows and the least legal plan.
+    """
+    if recipe == "bf16":
+        return
+    alignment.check_features(recipe, *features)
+    policy = _policy(recipe, shards, inner_rows(x))
+    if meta.num_rows % policy.total_alignment:
+        policy.check(meta)
+
+
+def inner_rows(x: Tensor) -> int:
     """What * is in x [rows, *, features], all in all: GEMMs see so many rows for each row."""
     return x.shape[1:-1].numel()
 

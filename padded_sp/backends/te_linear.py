@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -199,30 +199,29 @@ def run(
     *,
     is_first_microbatch: bool | None,
     wide_gather: str = "",
+    call: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, the bias to return and the normalised x to return, as the module was built to.
 
     Shapes and communication as ``torch_linear``; FP8 gathers travel as FP8, but where
-    ``wide_gather`` says why they do not.
+    ``wide_gather`` says why they do not. ``call``: what calls the module, where that is not itself.
     """
+
+    def compute(x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        returned = (call or module)(x, is_first_microbatch=is_first_microbatch)
+        y, *rest = returned if isinstance(returned, tuple) else (returned,)
+        bias = rest.pop(0) if module.return_bias else None
+        return y, bias, rest.pop(0) if rest else None
+
     if wide_gather:
         _report_wide_gather(wide_gather)
         if not GATHERS_UNALIGNED_BLOCKS:
-            return _run_between_our_collectives(module, x, meta, tp_group, is_first_microbatch)
-    y, bias, normed = _call(module, x, is_first_microbatch)
-    return _own(y), bias, None if normed is None else _own(normed)
+            return _run_between_our_collectives(module, compute, x, meta, tp_group)
+    y, bias, normed = compute(x)
+    return own(y), bias, None if normed is None else own(normed)
 
 
-def _call(
-    module: Any, x: Tensor, is_first_microbatch: bool | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    returned = module(x, is_first_microbatch=is_first_microbatch)
-    y, *rest = returned if isinstance(returned, tuple) else (returned,)
-    bias = rest.pop(0) if module.return_bias else None
-    return y, bias, rest.pop(0) if rest else None
-
-
-def _own(y: Tensor) -> Tensor:
+def own(y: Tensor) -> Tensor:
     """Not a view, which the output of a Transformer Engine module may be: hooks that a layer puts
     on it would miss the gradient once a caller goes on in place."""
     return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
@@ -230,22 +229,22 @@ def _own(y: Tensor) -> Tensor:
 
 def _run_between_our_collectives(
     module: Any,
+    compute: Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]],
     x: Tensor,
     meta: PaddedSeqMeta,
     tp_group: ProcessGroup | None,
-    is_first_microbatch: bool | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``run`` where this version cannot gather: the module sees all rows and sends nothing."""
     if module.parallel_mode == "column":
         x_full = mappings.gather_from_sequence_parallel_region(x, meta, tp_group)
         with _without_communication(module):
-            y, bias, normed = _call(module, x_full, is_first_microbatch)
+            y, bias, normed = compute(x_full)
         if normed is not None:
             # By a slice, not a mapping: this rank's rows bring this rank's term of the gradient.
-            normed = _own(meta.shard(normed, group_rank(tp_group), module.tp_size))
-        return _own(y), bias, normed
+            normed = own(meta.shard(normed, group_rank(tp_group), module.tp_size))
+        return own(y), bias, normed
     with _without_communication(module):
-        partial, _, _ = _call(module, x, is_first_microbatch)
+        partial, _, _ = compute(x)
     y = mappings.reduce_scatter_to_sequence_parallel_region(partial, meta, tp_group)
     bias = None
     if module.use_bias:

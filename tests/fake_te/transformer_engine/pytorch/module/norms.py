@@ -16,14 +16,16 @@ class RMSNorm(nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,  # its older name
         device: Any = "cpu",
     ) -> None:
         super().__init__()
+        hidden_size = normalized_shape or hidden_size
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         factory = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
