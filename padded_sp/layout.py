@@ -152,6 +152,15 @@ class Layout:
         first, last = self._pads_before(start), self._pads_before(stop)
         return self.cached(("pad_rows_in", start, stop), lambda: self.pad_rows[first:last] - start)
 
+    def real_rows_in(self, start: int, stop: int) -> Tensor:
+        """int64: the real rows among the rows ``start .. stop``, counted from ``start``."""
+        if (start, stop) == (0, self.num_rows):
+            return self.real_rows
+        first, last = (row - self._pads_before(row) for row in (start, stop))
+        return self.cached(
+            ("real_rows_in", start, stop), lambda: self.real_rows[first:last] - start
+        )
+
     def cached(self, key: Any, make: Callable[[], _T]) -> _T:
         """``make()``, kept for the life of this meta.
 

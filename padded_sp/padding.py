@@ -127,6 +127,28 @@ def zero_padding_copy(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Ten
     return gather_rows(x, index, index, 0)
 
 
+def unpad_part(x: Tensor, meta: PaddedSeqMeta, first_row: int) -> Tensor:
+    """``unpad`` of the rows [first_row, first_row + rows): unchecked, for layers.
+
+    x        [rows, ...]   all rows of the pack, or a shard of them from first_row on
+    returns  [n, ...]      its real rows; x itself if all are
+    """
+    stop = first_row + x.shape[0]
+    if not meta.num_pads_in(first_row, stop):
+        return x
+    real = meta.real_rows_in(first_row, stop)
+    return gather_rows(x, real, _token_of_row_in(meta, first_row, stop), 0)
+
+
+def pad_part(tokens: Tensor, meta: PaddedSeqMeta, first_row: int, rows: int) -> Tensor:
+    """Undoes ``unpad_part``: [n, ...] -> [rows, ...], zero in pad rows; itself without any."""
+    stop = first_row + rows
+    if not meta.num_pads_in(first_row, stop):
+        return tokens
+    real = meta.real_rows_in(first_row, stop)
+    return gather_rows(tokens, _token_of_row_in(meta, first_row, stop), real, 0)
+
+
 def zeroed_copy(x: Tensor, meta: PaddedSeqMeta, first_row: int = 0) -> Tensor:
     """``zero_padding_copy`` for inside an autograd function, which brings its own gradient."""
     return zero_rows_(contiguous_copy(x), meta, first_row)
@@ -158,6 +180,19 @@ def _token_of_row(meta: PaddedSeqMeta) -> Tensor:
         return torch.where(is_pad, -1, (~is_pad).cumsum(0) - 1)
 
     return meta.cached("token_of_row", make)
+
+
+def _token_of_row_in(meta: PaddedSeqMeta, start: int, stop: int) -> Tensor:
+    """[stop - start]: the same for a shard, its tokens numbered from 0."""
+    if (start, stop) == (0, meta.num_rows):
+        return _token_of_row(meta)
+    before = start - meta.num_pads_in(0, start)
+
+    def make() -> Tensor:
+        tokens = _token_of_row(meta)[start:stop]
+        return torch.where(tokens < 0, -1, tokens - before)
+
+    return meta.cached(("token_of_row_in", start, stop), make)
 
 
 def _source_of_row(meta: PaddedSeqMeta, shifts: int) -> Tensor:

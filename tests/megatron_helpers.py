@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,25 +31,84 @@ def without_warnings(call: Callable[[], _T]) -> _T:
 
 
 @contextmanager
-def model_parallel(group: dist.ProcessGroup) -> Iterator[None]:
-    """Megatron's process groups, tensor-parallel over all ranks; without a GPU, on the CPU."""
+def model_parallel(group: dist.ProcessGroup, *, expert_parallel: bool = False) -> Iterator[None]:
+    """Megatron's process groups, tensor-parallel over all ranks; without a GPU, on the CPU.
+
+    ``expert_parallel``: experts are divided over the ranks, not the rows of their weights.
+    """
     parallel_state = import_megatron("parallel_state")
     random = import_megatron("tensor_parallel.random")
-    if not parallel_state.model_parallel_is_initialized():  # once a process: groups are many
-        without_warnings(lambda: parallel_state.initialize_model_parallel(group.size()))
-    with pytest.MonkeyPatch.context() as patch:
+    size = group.size()
+    sizes = (size, size, 1) if expert_parallel else (size, 1, size)
+    if _initialized != [sizes]:  # seldom: process groups are many
+        parallel_state.destroy_model_parallel()
+        without_warnings(
+            lambda: parallel_state.initialize_model_parallel(
+                sizes[0],
+                expert_model_parallel_size=sizes[1],
+                expert_tensor_parallel_size=sizes[2],
+            )
+        )
+        _initialized[:] = [sizes]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # PyTorch 2.13 has newer names for collectives that Megatron calls.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "fp8_autocast is deprecated")
         if torch.cuda.is_available():
             random.model_parallel_cuda_manual_seed(1)
         else:
-            patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-            tracker = random.CudaRNGStatesTracker
-            patch.setattr(tracker, "fork", lambda self, name=None: nullcontext())
+            _run_on_cpu(patch)
         yield
 
 
-def config_of(group: dist.ProcessGroup, **options: Any) -> Any:
-    """A TransformerConfig in BF16, its rows divided over the group's ranks."""
-    cls = import_megatron("transformer.transformer_config").TransformerConfig
+_initialized: list[tuple[int, int, int]] = []
+
+
+class _Stream:
+    """A stream or event of a device that there is not."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+def _run_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    """What Megatron asks of CUDA whatever device it runs on."""
+    tracker = import_megatron("tensor_parallel.random").CudaRNGStatesTracker
+    patch.setattr(tracker, "fork", lambda self, name=None: nullcontext())
+    patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    patch.setattr(torch.cuda, "Stream", _Stream)
+    patch.setattr(torch.cuda, "current_stream", _Stream)
+    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    patch.setattr(torch.Tensor, "cuda", lambda self, *_, **__: self)
+    dispatcher = import_megatron("transformer.moe.token_dispatcher")
+    patch.setattr(dispatcher, "maybe_move_tensor_to_cpu", _as_on_the_host)
+
+
+def _as_on_the_host(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return x.numpy() if as_numpy and torch.is_tensor(x) else x
+
+
+def put_checkpoints_back(patch: pytest.MonkeyPatch) -> None:
+    """What ``carry_meta_through_recompute`` replaces is replaced for as long as ``patch`` is."""
+    random = import_megatron("tensor_parallel.random")
+    for owner, name in (
+        (random.CheckpointFunction, "forward"),
+        (random.CheckpointWithoutOutput, "checkpoint"),
+        (sys.modules["transformer_engine.pytorch.distributed"], "checkpoint"),
+    ):
+        patch.setattr(owner, name, vars(owner)[name])
+    if not torch.cuda.is_available():
+        patch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: None)
+        patch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
+
+
+def config_of(group: dist.ProcessGroup, name: str = "TransformerConfig", **options: Any) -> Any:
+    """A configuration of that class, in BF16, its rows divided over the group's ranks."""
+    cls = getattr(import_megatron("transformer.transformer_config"), name)
     given = {
         "num_layers": 1,
         "hidden_size": 256,

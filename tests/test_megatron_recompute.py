@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from megatron_helpers import import_megatron
+from megatron_helpers import import_megatron, put_checkpoints_back
 
 from padded_sp import ColumnParallelLinear, PaddedSeqMeta, seq_meta
 from padded_sp.integrations.megatron import carry_meta_through_recompute
@@ -20,14 +20,7 @@ H, F, T = 8, 16, 12
 def megatron(monkeypatch):
     """``megatron.core.tensor_parallel.random``, as it was imported, on a machine without a GPU."""
     module = import_megatron("tensor_parallel.random")
-    monkeypatch.setattr(module, "_get_cuda_rng_state", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module, "_set_cuda_rng_state", lambda *args, **kwargs: None)
-    for owner, name in (
-        (module.CheckpointFunction, "forward"),
-        (module.CheckpointWithoutOutput, "checkpoint"),
-        (sys.modules["transformer_engine.pytorch.distributed"], "checkpoint"),
-    ):
-        monkeypatch.setattr(owner, name, vars(owner)[name])  # put back afterwards
+    put_checkpoints_back(monkeypatch)
     return module
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from padded_sp import PaddedSeqMeta
 from padded_sp.padding import (
     pad,
+    pad_part,
     roll,
     unpad,
+    unpad_part,
     zero_padding,
     zero_padding_,
     zero_padding_copy,
@@ -158,6 +161,25 @@ def test_shards_have_their_own_pads(lens: tuple[list[int], list[int]]) -> None:
         expected = whole[first_row : first_row + share]
         assert torch.equal(zero_padding_copy(shard, meta, first_row), expected)
         assert torch.equal(zero_rows_(shard, meta, first_row), expected)
+
+
+@quick
+@given(layouts())
+def test_shards_are_unpadded_by_themselves(lens: tuple[list[int], list[int]]) -> None:
+    meta = packed(*lens)
+    mask = meta.padding_mask
+    for parts in (1, 2, 3):
+        for start, stop in pairwise(meta.num_rows * i // parts for i in range(parts + 1)):
+            real = ~mask[start:stop]
+            rows = torch.arange(start, stop, device=DEVICE, dtype=torch.float32)[:, None] + 1
+            x = rows.clone().requires_grad_()
+            tokens = unpad_part(x, meta, start)
+            assert torch.equal(tokens, rows[real])
+            back = pad_part(tokens, meta, start, stop - start)
+            assert torch.equal(back, rows * real[:, None])
+            back.backward(rows)
+            assert torch.equal(x.grad, rows * real[:, None])
+            assert torch.equal(pad_part(real[real], meta, start, stop - start), real)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (4, 1, 2)], ids=str)

@@ -5,14 +5,13 @@ On GPUs recomputation runs in a thread of autograd's, and Transformer Engine is 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from megatron_helpers import import_megatron
+from megatron_helpers import import_megatron, put_checkpoints_back
 from rank_helpers import device_of, drawn, part
 from te_helpers import on_te
 from torch import nn
@@ -76,15 +75,7 @@ def megatron() -> Iterator[object]:
     """``megatron.core.tensor_parallel.random`` as it was imported, usable without a GPU."""
     module = import_megatron("tensor_parallel.random")
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (module.CheckpointFunction, "forward"),
-            (module.CheckpointWithoutOutput, "checkpoint"),
-            (sys.modules["transformer_engine.pytorch.distributed"], "checkpoint"),
-        ):
-            patch.setattr(owner, name, vars(owner)[name])  # put back afterwards
-        if not torch.cuda.is_available():
-            patch.setattr(module, "_get_cuda_rng_state", lambda *args, **kwargs: None)
-            patch.setattr(module, "_set_cuda_rng_state", lambda *args, **kwargs: None)
+        put_checkpoints_back(patch)
         yield module
 
 

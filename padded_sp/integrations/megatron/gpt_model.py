@@ -12,21 +12,27 @@ from typing import Any, TypeVar
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from padded_sp.backends import te_linear
 from padded_sp.context import resolve_meta
-from padded_sp.inert import inert_input
+from padded_sp.inert import inert_input, inert_output, may_overwrite
+from padded_sp.integrations.megatron import layers, moe
 from padded_sp.integrations.megatron.attention import DotProductAttention
 from padded_sp.integrations.megatron.held_rows import held_rows
 from padded_sp.integrations.megatron.layer_spec import SEES_PADS
-from padded_sp.integrations.megatron.layers import InertLinear, InertNorm, inert_norm
+from padded_sp.integrations.megatron.layers import InertLinear, InertNorm
 
 _Model = TypeVar("_Model")
 
+_CHANGES = layers.CHANGES | moe.CHANGES
 _INERT = (InertLinear, InertNorm, DotProductAttention)
 
 
 def wrap_gpt_model(model: _Model) -> _Model:
-    """Makes pads inert in a GPTModel outside of its layers, and returns it.
+    """Makes pads inert in a GPTModel where no layer spec reaches, and returns it.
 
+    What Megatron builds by its own class is changed into ours: the last norm of a block,
+    projections of multi-latent attention, and a mixture of experts, which routes real rows alone:
+    pads take no capacity and count in no loss, statistic or bias of experts.
     Pad rows, and those of the gradients, are zero in the output of the embedding and the decoder,
     and in what goes into the output layer and comes out of it. The loss of a pad token is exactly
     0, whatever its label is, and its gradient too; which tokens a mean divides by stays the
@@ -44,6 +50,8 @@ def wrap_gpt_model(model: _Model) -> _Model:
     """
     for gpt in _gpt_models(model):
         if not hasattr(gpt, _WRAPPED):
+            for layer in gpt.modules():
+                _change(layer)
             _check(gpt)
             _wrap(gpt)
             setattr(gpt, _WRAPPED, True)
@@ -65,18 +73,25 @@ def _gpt_models(model: Any) -> Iterator[GPTModel]:
         yield inner
 
 
+def _change(layer: nn.Module) -> None:
+    """Into ours, what Megatron builds by its own class whatever a spec says."""
+    if ours := _CHANGES.get(type(layer)):
+        layer.__class__ = ours
+        if isinstance(layer, InertLinear):
+            layer.is_expert = layer.is_expert or layers.is_built_for_expert(layer)
+        elif not isinstance(layer, InertNorm):
+            layer.check_built()  # pyright: ignore
+
+
 def _check(gpt: GPTModel) -> None:
-    for name in _BLOCKS:
-        # A block that was given the spec of a layer makes its last norm by itself.
-        inert_norm(getattr(getattr(gpt, name, None), "final_layernorm", None))
     blocks = [b for b in (getattr(gpt, name, None) for name in _BLOCKS) if b is not None]
-    layers = [(name, layer) for block in blocks for name, layer in block.named_modules()]
+    inside = [(name, layer) for block in blocks for name, layer in block.named_modules()]
     plain = [
         f"{name} ({type(layer).__name__})"
-        for name, layer in layers
+        for name, layer in inside
         if isinstance(layer, SEES_PADS) and not isinstance(layer, _INERT)
     ]
-    if plain or not any(isinstance(layer, _INERT) for _, layer in layers):
+    if plain or not any(isinstance(layer, _INERT) for _, layer in inside):
         what = (
             f"{', '.join(plain[:3])} would let pads in" if plain else "none of its layers is ours"
         )
@@ -125,7 +140,10 @@ def _wrap(gpt: GPTModel) -> None:
 
 
 def _zeroed(x: Tensor, name: str, *, divided: bool | None = None, **held: Any) -> Tensor:
-    """x with pad rows zero, and those of its gradient."""
+    """x with pad rows zero, and those of its gradient; no view, for Megatron's loss goes on in
+    place."""
     meta = resolve_meta(None)
     row, _ = held_rows(x, meta, name, divided=divided, **held)
+    if may_overwrite(x):
+        return inert_output(te_linear.own(x), meta, first_row=row)
     return inert_input(x, meta, first_row=row, zero_gradient=True)

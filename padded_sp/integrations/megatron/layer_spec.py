@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.extensions import transformer_engine_spec_provider as provider
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import import_module
 
 from padded_sp.backends.te import te
@@ -29,10 +30,11 @@ _Spec = TypeVar("_Spec")
 def padded_sp_layer_spec(spec: _Spec) -> _Spec:
     """``spec`` with Megatron's Transformer Engine layers replaced by those with inert pads.
 
-    Linears, the duplicated linears of multi-latent attention, norms and attention; at any depth and
-    for any block: dense, mixture of experts, multi-latent attention, multi-token prediction.
-    Grouped linears of experts stay: they see the rows that were sent to them, not the pack's.
-    ``spec`` itself is left as it is.
+    Linears, norms and attention; at any depth and for any block: dense, mixture of experts,
+    multi-latent attention, multi-token prediction. What Megatron builds by its own class whatever
+    a spec says is left to :func:`wrap_gpt_model`: the last norm of a block, the duplicated linears
+    of multi-latent attention, and a mixture of experts, which then routes real rows alone, so that
+    its experts' grouped linears need no change. ``spec`` itself is left as it is.
 
         spec = padded_sp_layer_spec(get_gpt_layer_with_transformer_engine_spec())
         model = wrap_gpt_model(GPTModel(config, spec, ...))
@@ -74,6 +76,9 @@ _OURS: dict[type, type] = {
 if with_residual := getattr(provider, "_TENormWithResidual", None):  # 0.19
     _OURS[with_residual] = _NormWithResidual
 
+# Packages of Megatron's whose layers mix rows of a pack in ways of their own.
+_MIXES_ROWS = ("megatron.core.ssm.", "megatron.core.transformer.experimental_attention_variant.")
+
 #: What computes on rows of the pack, so that a class unknown here would let pads in.
 SEES_PADS = tuple(
     kind
@@ -98,9 +103,12 @@ def _swapped(x: Any, found: list[type]) -> Any:
         parts = [_swapped(part, found) for part in (x.func, x.args, x.keywords)]
         return functools.partial(parts[0], *parts[1], **parts[2])
     if dataclasses.is_dataclass(x):
-        names = [field.name for field in dataclasses.fields(x) if field.init]
-        values = {name: _swapped(getattr(x, name), found) for name in names}
-        return dataclasses.replace(x, **values)  # pyright: ignore
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(x):
+            if field.init:
+                value = getattr(x, field.name)
+                values[field.name] = value if _waits(x, value) else _swapped(value, found)
+        return type(x)(**values)
     if isinstance(x, dict):
         return {key: _swapped(value, found) for key, value in x.items()}
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
@@ -111,16 +119,21 @@ def _swapped(x: Any, found: list[type]) -> Any:
     return x
 
 
+def _waits(submodules: Any, kind: Any) -> bool:
+    """Whether Megatron asks for this class itself; ``wrap_gpt_model`` changes what it builds."""
+    return isinstance(submodules, MLASelfAttentionSubmodules) and kind is megatron_te.TELinear
+
+
 def _class(kind: type, found: list[type]) -> type:
     ours = _OURS.get(kind, kind)
     if ours in _OURS.values():
         found.append(kind)
         return ours
-    if issubclass(kind, SEES_PADS):
+    if issubclass(kind, SEES_PADS) or kind.__module__.startswith(_MIXES_ROWS):
         cure = ": build the spec with use_te_op_fuser=False" if "FusedMLP" in kind.__name__ else ""
         raise ValueError(
-            f"{kind.__module__}.{kind.__name__} computes on every row of the pack, and padded_sp "
-            f"has nothing to put in its place{cure}"
+            f"{kind.__module__}.{kind.__name__} computes on every row of the pack, pads too, and "
+            f"padded_sp has nothing to put in its place{cure}"
         )
     return kind
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from torch import Tensor
 
 from padded_sp import verify
@@ -164,6 +165,11 @@ def _noting_experts(constructor: Any) -> Any:
     return __init__
 
 
+def is_built_for_expert(linear: Any) -> bool:
+    """Whether Megatron built a linear for an expert: those draw from a generator of their own."""
+    return getattr(linear, "rng_tracker_name", None) == get_expert_parallel_rng_tracker_name()
+
+
 class ColumnParallelLinear(megatron_te.TEColumnParallelLinear, _InertTELinear):
     """Megatron's ``TEColumnParallelLinear`` with inert pads.
 
@@ -244,8 +250,7 @@ class InertNorm:
         row, _ = held_rows(
             x, meta, "the input of a norm", tp_group, sequence_parallel=self.sequence_parallel
         )
-        x = inert_input(x, meta, first_row=row, zero_gradient=True)
-        returned = super().forward(x)  # pyright: ignore
+        returned = super().forward(inert_input(x, meta, first_row=row))  # pyright: ignore
         normed, *residual = returned if isinstance(returned, tuple) else (returned,)
         normed = inert_output(te_linear.own(normed), meta, first_row=row)
         return (normed, *residual) if residual else normed
@@ -259,7 +264,15 @@ class InertLayerNorm(InertNorm, te.LayerNorm):
     """``te.LayerNorm`` as :class:`Norm` makes it."""
 
 
-_INERT_NORMS: dict[type, type] = {te.RMSNorm: InertRMSNorm, te.LayerNorm: InertLayerNorm}
+#: What Megatron builds by itself -> what it may be changed into, by its class.
+CHANGES: dict[type, type] = {
+    te.RMSNorm: InertRMSNorm,
+    te.LayerNorm: InertLayerNorm,
+    megatron_te.TELinear: Linear,
+    megatron_te.TEColumnParallelLinear: ColumnParallelLinear,
+    megatron_te.TERowParallelLinear: RowParallelLinear,
+    megatron_te.TELayerNormColumnParallelLinear: LayerNormColumnParallelLinear,
+}
 
 _fused: Any = getattr(megatron_te, "TEFusedResidualRMSNorm", None)  # 0.19
 if _fused is not None:
@@ -267,7 +280,7 @@ if _fused is not None:
     class InertFusedResidualRMSNorm(InertNorm, _fused):
         """Megatron's ``TEFusedResidualRMSNorm`` as :class:`Norm` makes it."""
 
-    _INERT_NORMS[_fused] = InertFusedResidualRMSNorm
+    CHANGES[_fused] = InertFusedResidualRMSNorm
 
 
 class Norm:
@@ -280,14 +293,6 @@ class Norm:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return inert_norm(megatron_te.TENorm(*args, **kwargs))
-
-
-def inert_norm(norm: Any) -> Any:
-    """A norm that Megatron made, changed into one with inert pads; others are left as they are.
-
-    Its class is set, for which arguments a constructor takes differs between versions.
-    """
-    if type(norm) in _INERT_NORMS:
-        norm.__class__ = _INERT_NORMS[type(norm)]
-    return norm
+        norm = megatron_te.TENorm(*args, **kwargs)
+        norm.__class__ = CHANGES[type(norm)]  # constructors of norms differ between versions
+        return norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -55,6 +55,18 @@ class Recipe:
         return issubclass(cls, CustomRecipe)
 
 
+def _ignoring_others(recipe: type) -> type:
+    """The constructor takes any arguments by name, as those of pydantic's dataclasses do."""
+    constructor, known = recipe.__init__, {field.name for field in fields(recipe)}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **{n: x for n, x in kwargs.items() if n in known})
+
+    recipe.__init__ = __init__
+    return recipe
+
+
+@_ignoring_others
 @dataclass
 class DelayedScaling(Recipe):
     margin: int = 0

@@ -40,8 +40,11 @@ class Linear(TransformerEngineBaseModule):
         parameters_split: Any = None,
         device: Any = "cpu",
         name: str | None = None,
+        save_original_input: bool = False,
     ) -> None:
         super().__init__(name)
+        # What is kept for backward: here it is always what was quantised.
+        self.save_original_input = save_original_input
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.in_features, self.out_features = in_features, out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
