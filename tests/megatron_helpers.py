@@ -37,7 +37,6 @@ def model_parallel(group: dist.ProcessGroup, *, expert_parallel: bool = False) -
     ``expert_parallel``: experts are divided over the ranks, not the rows of their weights.
     """
     parallel_state = import_megatron("parallel_state")
-    random = import_megatron("tensor_parallel.random")
     size = group.size()
     sizes = (size, size, 1) if expert_parallel else (size, 1, size)
     if _initialized != [sizes]:  # seldom: process groups are many
@@ -54,11 +53,17 @@ def model_parallel(group: dist.ProcessGroup, *, expert_parallel: bool = False) -
         # PyTorch 2.13 has newer names for collectives that Megatron calls.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fp8_autocast is deprecated")
-        if torch.cuda.is_available():
-            random.model_parallel_cuda_manual_seed(1)
-        else:
+        if not torch.cuda.is_available():
             _run_on_cpu(patch)
+        seed_everything()
         yield
+
+
+def seed_everything() -> None:
+    """The same parameters for every model that is built after it."""
+    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        import_megatron("tensor_parallel.random").model_parallel_cuda_manual_seed(1)
 
 
 _initialized: list[tuple[int, int, int]] = []

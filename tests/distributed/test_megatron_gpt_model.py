@@ -12,9 +12,10 @@ from megatron_helpers import (
     import_megatron,
     model_parallel,
     put_checkpoints_back,
+    seed_everything,
     without_warnings,
 )
-from rank_helpers import device_of
+from rank_helpers import device_of, needs_own_gpu
 from te_helpers import IS_DOUBLE, on_te
 
 from padded_sp import PaddedSeqMeta, seq_meta
@@ -82,7 +83,7 @@ def build(group, kind, ours=True, **options):
     experts = options.get("num_moe_experts")
     if experts:
         # gloo gathers no unequal numbers of rows.
-        alone = group.size() == 1 or torch.cuda.is_available()
+        alone = group.size() == 1 or dist.get_backend(group) == "nccl"
         options = {
             "moe_token_dispatcher_type": "alltoall" if alone else "allgather",
             "moe_grouped_gemm": not options.get("fp8"),
@@ -100,7 +101,7 @@ def build(group, kind, ours=True, **options):
         )
     if ours:
         spec = megatron.padded_sp_layer_spec(spec)
-    torch.manual_seed(0)
+    seed_everything()
     model = without_warnings(
         lambda: import_megatron("models.gpt").GPTModel(
             config, spec, VOCABULARY, max_sequence_length=64, position_embedding_type="rope"
@@ -111,7 +112,8 @@ def build(group, kind, ours=True, **options):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms, constants when built
-                parameter.add_(torch.randn(parameter.shape, generator=generator) / 8)
+                drawn = torch.randn(parameter.shape, generator=generator) / 8
+                parameter.add_(drawn.to(parameter))
     return megatron.wrap_gpt_model(model) if ours else model
 
 
@@ -207,6 +209,10 @@ def test_pads_reach_no_balance_of_experts(ranks, balancing):
 # --- Beside a batch without pads ------------------------------------------------------------------
 
 
+# Transformer Engine multiplies float32 in TF32 on GPUs.
+ROUNDING = 5e-3 if torch.cuda.is_available() else 2e-5
+
+
 def distance(a, b):
     """The largest relative distance, in the 2-norm, and whose it is."""
     distances = {n: float((a[n] - b[n]).float().norm() / b[n].float().norm()) for n in b}
@@ -228,7 +234,7 @@ def equals_the_batch_without_pads(group, kind, options, expert_parallel):
         baseline = step(model, group, meta_of(group, padded=LENGTHS))
         for padded in (PADDED, (40, 10, 2, 20), (6, 9, 3, 46)):  # one rank has no token of its own
             found = step(model, group, meta_of(group, padded), float("nan"))
-            assert distance(found, baseline)[0] < 2e-5, distance(found, baseline)
+            assert distance(found, baseline)[0] < ROUNDING, distance(found, baseline)
         counts = [name for name in baseline if "tokens of each expert" in name]
         assert all(baseline[name].sum() > 0 for name in counts)
         assert bool(counts) == model.config.moe_router_enable_expert_bias
@@ -236,7 +242,7 @@ def equals_the_batch_without_pads(group, kind, options, expert_parallel):
             expected = step(
                 build(group, kind, False, **options), group, meta_of(group, padded=LENGTHS)
             )
-            assert distance(baseline, expected)[0] < 2e-5
+            assert distance(baseline, expected)[0] < ROUNDING
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -258,6 +264,7 @@ def test_losses_of_experts_are_means_over_real_tokens(ranks, options):
     ranks.run(equals_the_batch_without_pads, kind="experts", options=options, expert_parallel=False)
 
 
+@needs_own_gpu
 def test_experts_may_be_divided(ranks):
     ranks.run(equals_the_batch_without_pads, kind="experts", options={}, expert_parallel=True)
 
@@ -280,7 +287,7 @@ def pads_take_no_capacity(group):
         model = build(group, "experts", **options)
         baseline = step(model, group, meta_of(group, lengths, lengths))
         found = step(model, group, meta_of(group, (16,) * 4, lengths), float("nan"))
-        assert distance(found, baseline)[0] < 2e-5
+        assert distance(found, baseline)[0] < ROUNDING
 
 
 def test_pads_take_no_capacity(ranks):

@@ -7,7 +7,13 @@ import inspect
 
 import pytest
 import torch
-from megatron_helpers import config_of, import_megatron, model_parallel, without_warnings
+from megatron_helpers import (
+    config_of,
+    import_megatron,
+    model_parallel,
+    seed_everything,
+    without_warnings,
+)
 from rank_helpers import device_of, part
 from te_helpers import FP8_RECIPES, RECIPES, assert_same_steps, on_te, random, train
 
@@ -47,7 +53,7 @@ def build(group, kind, ours, *, bias=True, skip_bias_add=False, is_expert=False,
         "duplicated": {"parallel_mode": "duplicated", "skip_weight_param_allocation": False},
     }[kind]
     cls = getattr(megatron, name) if ours else theirs(name)
-    torch.manual_seed(0)
+    seed_everything()
     layer = without_warnings(lambda: cls(K, O, **arguments))
     generator = torch.Generator().manual_seed(3)  # biases and norms are constants when built
     with torch.no_grad():
